@@ -25,8 +25,6 @@ if _log.level == logging.NOTSET:
 _NAMES = {
     "async_llm": "AsyncLLM AsyncLLMEngine",
     "config": "AsyncEngineArgs EngineArgs EngineConfig",
-    "contrib.pooling": "ClassificationRequestOutput EmbeddingRequestOutput PoolingParams "
-    "PoolingRequestOutput ScoringRequestOutput",
     "llm": "LLM",
     "llm_engine": "LLMEngine",
     "outputs": "CompletionOutput Logprob RequestMetrics RequestOutput",

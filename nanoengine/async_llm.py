@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy, deepcopy
@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from torch import Tensor
+
 from nanoengine.compat import ENGINE_IGNORES, RENAMED, accepts, takes
 from nanoengine.config import NULLABLE, EngineConfig
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.optional import OptionalMethod, Reloadable
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
 from nanoengine.steps import EngineDeadError
@@ -67,7 +68,7 @@ class AsyncConfig(EngineConfig):
     max_concurrent_requests: int = 1024  # limit on requests in the engine; further ones wait in `generate`
 
 
-class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
+class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     """Serves many coroutines from one engine: their requests share batches, and a thread runs the steps.
 
     The coroutines may belong to several event loops, one after another or in several threads. `model` and
@@ -153,8 +154,6 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
                 with suppress(RuntimeError):  # the engine is closed, so the request is aborted already
                     self._send(lambda: self._abort(request_id, mailbox))
 
-    encode = OptionalMethod("contrib.pooling", "encode_async")  # for models that pool
-
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its consumer gets a last output with finish_reason "abort"."""
         await self._call(lambda: self._abort(request_id))
@@ -166,6 +165,10 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return await self._call(self.llm_engine.reset_prefix_cache)
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all or some weights like `LLMEngine.update_weights`, between two steps."""
+        await self._call(lambda: self.llm_engine.update_weights(weights))
 
     @property
     def is_running(self) -> bool:

@@ -22,7 +22,7 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "best_of": ("request n samples with logprobs and keep the best", 1),
     "compilation_config": ("set enforce_eager=True to turn off compiled kernels and graphs", {}),
     "data_parallel_size": ("start one process per device", 1),
-    "distributed_executor_backend": ("leave it out; ranks are processes", "mp", "uni", "external_launcher"),
+    "distributed_executor_backend": ("leave it out; ranks are processes", "mp", "uni"),
     "enable_chunked_prefill": ("set max_num_batched_tokens to at least the longest prompt's length", True),
     "enable_lora": ("pass lora=...; the adapter is merged into the weights", False),
     "include_reasoning": ("read only content", True),
@@ -35,7 +35,8 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "previous_response_id": ("send the conversation as input",),
     "profiler_config": ("set trace, or use a profiler on the process",),
     "rope_scaling": ("set it in hf_overrides",),
-    "task": ('set runner="pooling"', "auto", "generate"),
+    "runner": ("nanoengine only generates text", "auto", "generate"),
+    "task": ("nanoengine only generates text", "auto", "generate"),
     "thinking_token_budget": ("use max_tokens", -1),
     "tokenizer_mode": ("leave it out; transformers loads the tokenizer", "auto", "hf"),
     "truncation": ("shorten the input", "disabled"),
@@ -43,7 +44,7 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
 }
 # Names that are accepted at any value, because outputs do not depend on them here.
 ENGINE_IGNORES = (
-    *("disable_custom_all_reduce", "disable_log_requests", "disable_log_stats", "enable_sleep_mode"),
+    *("disable_custom_all_reduce", "disable_log_requests", "disable_log_stats"),
     *("max_lora_rank", "max_seq_len_to_capture", "served_model_name", "swap_space"),
 )
 SAMPLING_IGNORES = ("spaces_between_special_tokens",)

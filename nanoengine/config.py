@@ -1,5 +1,6 @@
 """Defines `EngineConfig`, all settings of an engine, validated once."""
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ P = TypeVar("P")
 @accepts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Holds the settings of speculative decoding. Names and defaults are vLLM's."""
+    """Holds the settings of speculative decoding. Names and defaults are vLLM's, but max_num_seqs is ours."""
 
     num_speculative_tokens: int  # limit on draft tokens per sequence and step
     # "ngram": draft what followed the last tokens at an earlier occurrence (prompt lookup). "draft_model",
@@ -29,6 +30,9 @@ class SpeculativeConfig:
     revision: str | None = None  # of the draft model, like the two below. None: as in `EngineConfig`
     dtype: str | torch.dtype | None = None  # None: the dtype setting of the target model
     quantization: str | None = None
+    # no drafts while more sequences run. None: 1 with a draft model, because drafts did not pay in larger
+    # batches, and no limit for n-grams, which cost little
+    max_num_seqs: int | None = None
     prompt_lookup_min: int | None = None  # shortest n-gram to look up; None: prompt_lookup_max, or 5
     prompt_lookup_max: int | None = None  # longest n-gram to look up; None: prompt_lookup_min, or 5
 
@@ -38,12 +42,17 @@ class SpeculativeConfig:
             wanted = '"ngram", or "draft_model" with a model' if self.model is None else '"draft_model"'
             raise ValueError(f'speculative_config["method"] must be {wanted}, got {self.method!r}')
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
-        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+        for name in ("max_num_seqs", "prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         low, high = self.lookup_lengths
         if low > high:
             raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max, got {low} and {high}")
+
+    @property
+    def max_drafting_seqs(self) -> int:
+        """The number of running sequences above which there are no drafts."""
+        return self.max_num_seqs or (sys.maxsize if self.model is None else 1)
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -60,7 +69,7 @@ SIZES = "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks",
 LOWEST = dict.fromkeys((*SIZES, "num_state_slots", "tensor_parallel_size", "max_concurrent_requests"), 1)
 LOWEST |= {"max_model_len": 2, "max_logprobs": -1, "long_prefill_token_threshold": 0}
 # Settings for which None, the default in vLLM, stands for the default here
-NULLABLE = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "runner", "seed"
+NULLABLE = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "seed"
 
 
 @accepts(ENGINE_IGNORES, RENAMED, NULLABLE)
@@ -117,13 +126,10 @@ class EngineConfig:
     # the model code to run; "auto" and "vllm": nanoengine's if it supports the model, else transformers'
     model_impl: Literal["auto", "vllm", "nanoengine", "transformers"] = "auto"
     trust_remote_code: bool = False  # run Python code from the checkpoint
-    # generate text, or embed, classify and score ("pooling"); "auto": decided by the checkpoint
-    runner: Literal["auto", "generate", "pooling"] = "auto"
-    pooler_config: dict[str, Any] | None = None  # "pooling_type": LAST, MEAN or CLS; "use_activation"
     hf_overrides: dict[str, Any] | None = None  # fields that override the checkpoint's config.json
     # default sampling parameters: "auto": the checkpoint's; "vllm": vLLM's
     generation_config: Literal["auto", "vllm"] = "auto"
-    # for every request: functions as in SamplingParams, or classes as in vLLM V1 (contrib/processors.py)
+    # for every request: functions as in SamplingParams, or "module:function"
     logits_processors: list[Any] | None = None
     # record what each step did: a file for JSON lines, or a function to call with each event
     trace: str | Path | Callable[[Any], Any] | None = None
@@ -150,19 +156,14 @@ class EngineConfig:
                 "speculative_config needs async_scheduling=False: draft tokens depend on the tokens of the "
                 "previous step"
             )
-        if self.logits_processors is not None:
-            if not isinstance(self.logits_processors, list | tuple):
-                raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
-            if self.logits_processors and self.speculative_config:
-                raise ValueError("logits_processors of the engine cannot be combined with speculative_config")
+        if self.logits_processors is not None and not isinstance(self.logits_processors, list | tuple):
+            raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
             raise TypeError(f"trace must be a path or a function, got {self.trace!r}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(
                 f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"
             )
-        if self.pooler_config is not None:
-            load("contrib.pooling_model", "pooler_config").check_pooler_config(self.pooler_config)
         if self.kv_store is not None:
             load("contrib.stores", "kv_store").check_config(self)
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):

@@ -810,7 +810,6 @@ class ModelRunner:
     ) -> None:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
-        self.report = report_prompts  # prompt log-probabilities; contrib/pooling.py replaces it
         # startup.py makes the caches, sized by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()  # startup.py replaces it
@@ -834,7 +833,7 @@ class ModelRunner:
             self.before_forward()
             hidden = self.forward(self.compute, inputs)
             compute_logits, download = self.model.compute_logits, self.device.download
-            prompt_reports = self.report(batch.chunks, hidden, compute_logits, download)
+            prompt_reports = report_prompts(batch.chunks, hidden, compute_logits, download)
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
                 return Launch(batch, None, None, Reports([], prompt_reports))

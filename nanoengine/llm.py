@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from nanoengine.compat import refuse_unserved, takes
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.optional import OptionalMethod, Reloadable
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # at run time it is imported when metrics are requested
     from nanoengine.extensions.metrics import Metric
 
 
-class LLM(Reloadable, AbstractContextManager["LLM"]):
+class LLM(AbstractContextManager["LLM"]):
     """Runs a model offline. Its arguments are the settings of `EngineConfig`. Names are vLLM's.
 
     Only one thread may use it at a time: use `AsyncLLM` for several threads.
@@ -124,12 +124,6 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         settings = {"add_generation_prompt": True, **template_settings}
         return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)
 
-    # For models that pool instead of generating text
-    encode = OptionalMethod("contrib.pooling")
-    embed = OptionalMethod("contrib.pooling")
-    classify = OptionalMethod("contrib.pooling")
-    score = OptionalMethod("contrib.pooling")
-
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config, else vLLM's defaults."""
         return self.llm_engine.checkpoint.default_sampling_params()
@@ -164,6 +158,10 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return self.llm_engine.reset_prefix_cache()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all or some weights like `LLMEngine.update_weights`."""
+        self.llm_engine.update_weights(weights)
 
     def metrics(self) -> dict[str, int | float]:
         """Return the values of `LLMEngine.metrics`."""

@@ -16,13 +16,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
+from torch import Tensor
+
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import refuse_unserved
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.optional import OptionalMethod, Reloadable, load
+from nanoengine.optional import OptionalMethod, load
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
@@ -45,7 +47,7 @@ def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[.
     return partial(WindowedRunner, len(groups))
 
 
-class LLMEngine(Reloadable):
+class LLMEngine:
     """Queues requests and returns their outputs, one step at a time. Names are vLLM's.
 
     Only one thread may use it at a time: use `AsyncLLM` for several threads. `LLM` generates, chats and
@@ -57,14 +59,11 @@ class LLMEngine(Reloadable):
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config runner "
-        names += "pooler_config load_format"
+        names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config "
+        names += "load_format"
         settings = {name: getattr(config, name) for name in names.split()}
         tokenizer = None if config.tokenizer is None else str(config.tokenizer)
         self.checkpoint = open_checkpoint(str(config.model), tokenizer=tokenizer, **settings)
-        self.pooler: Any = None  # None: the model generates
-        if self.checkpoint.pooling is not None:
-            self.pooler = load("contrib.pooling", "a pooling model").Pooler(self.checkpoint, config)
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
         if config.tensor_parallel_size > 1:
@@ -77,8 +76,6 @@ class LLMEngine(Reloadable):
         self.started = start(config, self.checkpoint, self.max_model_len)
         self.core = self._assemble()
         self.runner, self.scheduler = self.core.runner, self.core.scheduler
-        if self.pooler is not None:
-            self.runner.report = self.pooler.report
         blocks = self.scheduler.block_manager
         self.checker = RequestChecker(self.checkpoint, config, self.max_model_len, blocks)
         self.requests: dict[Any, Request] = {}  # unfinished, by request_id. Read it only
@@ -88,11 +85,11 @@ class LLMEngine(Reloadable):
         self._seq_ids = itertools.count()
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # counts finished requests
-        self._processors: Any = None  # the engine's logits processors; a request may add its own
+        self._processors: list[Any] = []  # the engine's logits processors; a request may add its own
         if config.logits_processors:
-            make = load("contrib.processors", "logits_processors").EngineProcessors
-            self._processors = make(config.logits_processors, config, self.runner.device.device)
-        self.reloader: Any = None  # set by contrib/reload.py when weights are replaced or the engine sleeps
+            find = load("contrib.processors", "logits_processors").find_functions
+            self._processors = find(config.logits_processors)
+        self._reloader: Any = None  # set when weights are replaced
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
         if config.trace is not None:
@@ -147,18 +144,19 @@ class LLMEngine(Reloadable):
 
         is_async = runner.device.async_scheduling and config.speculation is None
         if self.draft_model is not None:
-            make_scheduler = self.draft_model.make_scheduler(started, config.max_num_seqs)
+            make_scheduler = self.draft_model.make_scheduler(started)
         elif config.speculation is not None:
             from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
             from nanoengine.extensions.structured import GrammarProposer
 
             propose = GrammarProposer(NgramProposer(config.speculation), config.num_speculative_tokens)
-            make_scheduler = partial(DraftingScheduler, propose=propose)
+            most = config.speculation.max_drafting_seqs
+            make_scheduler = partial(DraftingScheduler, propose=propose, max_drafting_seqs=most)
         scheduler = make_scheduler(
             blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=started.max_num_batched_tokens,
-            max_model_len=self.max_model_len + (self.pooler is not None),  # pooling has no output
+            max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         is_async = is_async if config.async_scheduling is None else config.async_scheduling
@@ -185,31 +183,23 @@ class LLMEngine(Reloadable):
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.
 
-        The params are SamplingParams, or PoolingParams for a model that pools.
-
         Raises:
             ValueError, TypeError: the request cannot be served.
         """
         self._check_ready()
-        if self.pooler is not None:
-            params = self.pooler.sampling_params(params)
         checked = self.checker.check(prompt, params, priority)
         return checked._replace(processors=tuple(self._processors_of(checked)))
 
     def _check_ready(self) -> None:
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        if self.reloader is not None:
-            self.reloader.check_ready()
 
     def _processors_of(self, checked: CheckedRequest) -> Iterator[Callable[[], Any]]:
         """Yield a factory per logits processor of a sample: the request's, the engine's, the grammar's."""
         params = checked.params
-        if params.logits_processors:
-            processors = load("contrib.processors", "logits_processors")
-            yield from (partial(processors.FunctionProcessor, one) for one in params.logits_processors)
-        if self._processors is not None:
-            yield from self._processors.of_request(params)
+        if functions := [*(params.logits_processors or ()), *self._processors]:
+            make = load("contrib.processors", "logits_processors").FunctionProcessor
+            yield from (partial(make, one) for one in functions)
         if params.structured_outputs is not None:
             yield self._grammars.compile(params.structured_outputs)
 
@@ -255,7 +245,7 @@ class LLMEngine(Reloadable):
     def submit(self, request_id: Any, checked: CheckedRequest, inbox: Any) -> None:
         """Queue a checked request. `add_request` documents `inbox`."""
         self._owner.claim()
-        self._check_ready()  # the engine may have been put to sleep since the check
+        self._check_ready()  # the engine may have been closed since the check
         params = checked.params
         seqs = [
             Sequence(
@@ -345,10 +335,26 @@ class LLMEngine(Reloadable):
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
-    @cached_property
-    def model_executor(self) -> Any:
-        """A stand-in for vLLM's executor, with the attributes that trainers use."""
-        return load("contrib.reload", "model_executor").Worker(self)
+    @uninterrupted()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all or some weights with tensors of the same names and shapes, and clear the prefix cache.
+
+        Names are the checkpoint's. For models on transformers' code, they are those of transformers'
+        parameters. All tensors are checked before the first is written.
+
+        Raises:
+            ValueError, TypeError: a tensor is unknown, has another shape or is not floating point, or the
+                engine's weights cannot be replaced. Nothing was changed.
+            RuntimeError: there are unfinished requests.
+        """
+        self._check_ready()
+        if self.has_unfinished_requests():
+            raise RuntimeError("there are unfinished requests: finish or abort them first")
+        if self._reloader is None:
+            reloader = load("contrib.reload", "update_weights").Reloader
+            self._reloader = reloader(self.config, self.checkpoint, self.runner.model)
+        self._reloader.update_weights(weights)
+        self.reset_prefix_cache()
 
     metrics = OptionalMethod("extensions.metrics")
     get_metrics = OptionalMethod("extensions.metrics")

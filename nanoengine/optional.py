@@ -44,13 +44,3 @@ class OptionalMethod:
         module = load(self.module, f"{owner.__name__}.{self.name}")
         function = getattr(module, self.function or self.name)
         return function if instance is None else MethodType(function, instance)
-
-
-class Reloadable:
-    """Gives an engine the methods that trainers (reinforcement learning) call. Of `AsyncLLM`, await them."""
-
-    update_weights = OptionalMethod("contrib.reload")
-    sleep = OptionalMethod("contrib.reload")
-    wake_up = OptionalMethod("contrib.reload")
-    is_sleeping = OptionalMethod("contrib.reload")
-    collective_rpc = OptionalMethod("contrib.reload")

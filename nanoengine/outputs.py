@@ -69,7 +69,6 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     metrics: RequestMetrics | None = None
     is_delta: bool = False  # text, tokens and logprobs are only those since the previous output
-    pooled: Any = None  # a pooling model's result, a tensor: contrib/pooling.py turns it into an output
 
     def merged_with(self, later: "RequestOutput") -> "RequestOutput":
         """Return one output that holds everything in this output and in the next one."""

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
-from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.compat import without_unserved
@@ -60,13 +59,10 @@ class RequestChecker:
         self.checkpoint, self.config = checkpoint, config
         self.max_model_len = max_model_len
         self.blocks = blocks  # the engine's BlockManager, for the size of the KV cache
-        # A prompt must leave room for one output token, unless the model pools.
-        self.max_prompt_len = max_model_len - (checkpoint.pooling is None)
+        self.max_prompt_len = max_model_len - 1  # a prompt must leave room for one output token
 
-    def encode(
-        self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False, pair: str | None = None
-    ) -> list[int]:
-        """Tokenize a prompt's text, or a pair of texts that the tokenizer joins.
+    def encode(self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False) -> list[int]:
+        """Tokenize a prompt's text.
 
         A text that is probably too long is first tokenized in pieces, and rejected as soon as they have far
         more tokens than fit, so a text of many megabytes is rejected early. With is_cut, any length is
@@ -75,21 +71,17 @@ class RequestChecker:
         Raises:
             ValueError: the text is far too long, or the tokenizer fails on it.
         """
-        tokenizer, texts = self.checkpoint.tokenizer, (text, pair or "")
-        num_chars, num_tokens = sum(map(len, texts)), 0
+        tokenizer, num_chars, num_tokens = self.checkpoint.tokenizer, len(text), 0
         is_long = num_chars > max(LONG_TEXT, USUAL_CHARS * self.max_prompt_len)
         with panics_as_errors("prompt"):
-            for one in texts if is_long and not is_cut else ():
-                for i in range(0, len(one), PIECE):
-                    num_tokens += len(tokenizer(one[i : i + PIECE], add_special_tokens=False).input_ids)
-                    if num_tokens > 2 * self.max_prompt_len:  # cutting adds only a few tokens
-                        raise ValueError(
-                            f"prompt has {num_chars} characters, which is too many tokens for max_model_len="
-                            f"{self.max_model_len}; shorten it or raise max_model_len"
-                        )
-            token_ids: list[int] = tokenizer(
-                text, text_pair=pair, add_special_tokens=add_special_tokens
-            ).input_ids
+            for i in range(0, num_chars, PIECE) if is_long and not is_cut else ():
+                num_tokens += len(tokenizer(text[i : i + PIECE], add_special_tokens=False).input_ids)
+                if num_tokens > 2 * self.max_prompt_len:  # cutting adds only a few tokens
+                    raise ValueError(
+                        f"prompt has {num_chars} characters, which is too many tokens for max_model_len="
+                        f"{self.max_model_len}; shorten it or raise max_model_len"
+                    )
+            token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return token_ids
 
     def check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
@@ -321,7 +313,6 @@ class Request:
         self._unfinished = list(seqs)
         # One entry per prompt token, added chunk by chunk. The first token has no prediction.
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
-        self.pooled: Tensor | None = None
         # Outputs share this object, so it is replaced and never changed.
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.is_streamed = source.params.output_kind is not RequestOutputKind.FINAL_ONLY
@@ -363,14 +354,11 @@ class Request:
         return sample.num_taken - first
 
     def take_prompt_report(self, report: Any) -> bool:
-        """Add log-probabilities of prompt tokens, or the result of pooling the prompt.
+        """Add log-probabilities of prompt tokens.
 
         After a preemption the prompt is computed again. Entries that are already known are skipped.
         Returns whether a new log-probability is NaN. A NaN among a row's logits makes all of the row NaN.
         """
-        if isinstance(report, Tensor):
-            self.pooled = report
-            return False
         first, entries = report
         new = entries[len(self.prompt_logprobs) - first :]
         self.vocabulary.name(new)
@@ -406,5 +394,4 @@ class Request:
             list(self.prompt_logprobs) if params.prompt_logprobs is not None else None,
             metrics,
             delta,
-            self.pooled,
         )

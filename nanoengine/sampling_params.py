@@ -171,7 +171,6 @@ class SamplingParams:
     # functions called before each token, with (output token ids, logits) or (prompt token ids, output token
     # ids, logits), that return the logits to sample from: (V,) float32
     logits_processors: list[Callable[..., Any]] | None = None
-    extra_args: dict[str, Any] | None = None  # for the engine's logits processors to read
     # what each output of `LLM.step` holds: everything so far, only what is new, or the final result
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
@@ -226,8 +225,6 @@ class SamplingParams:
         if self.logits_processors is not None:
             processors = load("contrib.processors", "logits_processors")
             checked["logits_processors"] = processors.check_functions(self.logits_processors)
-        if self.extra_args is not None and not isinstance(self.extra_args, dict):
-            raise TypeError(f"extra_args must be a dict, got {self.extra_args!r}")
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         checked["stop_strings"] = tuple(check_strings("stop", stop))
         if stop is self.stop:

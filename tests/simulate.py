@@ -433,7 +433,6 @@ class Client:
 def served() -> tuple[Any, Any]:
     """Return a service without an engine and its app, for all runs: making an app takes longer than a run."""
     service = Service.__new__(Service)
-    service.learner = None
     return service, make_app(service)
 
 

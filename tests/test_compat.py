@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine import EngineArgs, PoolingParams, SamplingParams
+from nanoengine import EngineArgs, SamplingParams
 from nanoengine.apps.openai_api import SAMPLED, APIError, ChatRequest, CompletionRequest, sampling_fields
 from nanoengine.apps.server import make_parser
 from nanoengine.compat import (
@@ -30,7 +30,6 @@ IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES
 TYPOS = "long_prefill_token_threshold_adaptive", "max_num_scheduled_tokens", "reasoning_parser_plugin"
 
 RESPONSES = load("contrib.responses", "the Responses API")
-POOLING = load("contrib.pooling_api", "the test of its fields")
 
 
 def serve(**flags):
@@ -58,7 +57,6 @@ USES = {
     "SERVER": serve,
     "CHAT": body(ChatRequest, messages=[]),
     "RESPONSES": body(RESPONSES.ResponsesRequest, RESPONSES.SERVED, input="a"),
-    "POOLING": body(POOLING.EmbeddingRequest, input="a"),
 }
 REFUSALS = TypeError, ValueError, APIError, SystemExit
 
@@ -90,6 +88,7 @@ def test_vllm_name_with_noop_value_is_accepted(of):
         ("ENGINE", {"optimization_level": 0}),
         ("ENGINE", {"limit_mm_per_prompt": {"image": 0, "video": 1}}),
         ("ENGINE", {"pipeline_parallel_size": True}),
+        ("ENGINE", {"runner": "pooling"}),
         ("SAMPLING", {"thinking_token_budget": 0}),
         ("SAMPLING", {"best_of": 3}),
         ("CHAT", {"include_reasoning": False}),
@@ -114,7 +113,6 @@ def test_value_that_only_resembles_a_noop_is_rejected(of, setting):
         ("PROMPT", "promt", "prompt"),
         ("CHAT", "mesages", "messages"),
         ("GUIDED", "guided_jsn", "guided_json"),
-        ("POOLING", "dimension", "dimensions"),
     ],
 )
 def test_typo_is_an_error_at_any_value(of, typo, served):
@@ -142,13 +140,6 @@ def test_unserved_flags_may_precede_and_follow_the_model(flags):
     for line in (f"demo {flags} --seed 5", f"{flags} --seed 5 demo"):
         args = make_parser().parse_args(line.split())
         assert (args.model_tag, args.seed) == ("demo", 5)
-
-
-def test_rule_holds_for_pooling_params():
-    assert PoolingParams(unheard_of=None) == PoolingParams()
-    for setting in ({"unheard_of": 1}, {"dimension": None}):
-        with pytest.raises(TypeError, match="has no argument"):
-            PoolingParams(**setting)
 
 
 def test_number_of_unserved_names_is_limited():

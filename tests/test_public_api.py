@@ -21,10 +21,9 @@ PACKAGE = Path(nanoengine.__file__).parent
 
 
 def test_public_names_are_exactly_these():
-    names = "AsyncEngineArgs AsyncLLM AsyncLLMEngine ClassificationRequestOutput CompletionOutput "
-    names += "EmbeddingRequestOutput EngineArgs EngineConfig GuidedDecodingParams LLM LLMEngine Logprob "
-    names += "PoolingParams PoolingRequestOutput RequestMetrics RequestOutput RequestOutputKind "
-    names += "SamplingParams ScoringRequestOutput StructuredOutputsParams TextPrompt TokensPrompt __version__"
+    names = "AsyncEngineArgs AsyncLLM AsyncLLMEngine CompletionOutput EngineArgs EngineConfig "
+    names += "GuidedDecodingParams LLM LLMEngine Logprob RequestMetrics RequestOutput RequestOutputKind "
+    names += "SamplingParams StructuredOutputsParams TextPrompt TokensPrompt __version__"
     assert sorted(nanoengine.__all__) == names.split()
     for name in nanoengine.__all__:
         assert getattr(nanoengine, name) is not None
@@ -135,7 +134,7 @@ def test_only_commands_print():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     }
     assert printing <= {f"apps/{name}.py" for name in ("ask", "bench")} | {
-        f"contrib/{name}.py" for name in ("lab", "lab_command", "vllm_module")
+        f"contrib/{name}.py" for name in ("lab", "lab_command")
     }
 
 

@@ -12,10 +12,12 @@ import re
 
 import pytest
 
-from nanoengine import LLM, AsyncLLM, EngineArgs, RequestOutput, SamplingParams
+from nanoengine import LLM, AsyncLLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, compat
+from nanoengine.apps.flags import FlexibleArgumentParser
 from nanoengine.extensions.metrics import Counter, Gauge, Histogram
 from tests.helpers import finish
 
+PROMPTS = ["Hello, my name is", "The president of", "The capital of Franc", "The future of A"]
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 OF_PARTS = (
     "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] %}<{{ part['text'] }}>{% endfor %}"
@@ -51,7 +53,7 @@ def test_settings_of_vllm_that_change_nothing_are_accepted():
         **{"max_logprobs": 20, "limit_mm_per_prompt": {"image": 0, "video": 0}, "max_loras": 1},
     }
     assert EngineArgs(model="m", **settings) == EngineArgs(model="m")
-    assert EngineArgs(model="m", runner="generate", load_format="safetensors").runner == "generate"
+    assert EngineArgs(model="m", runner="generate", task="auto") == EngineArgs(model="m")
     assert EngineArgs(model="m", num_gpu_blocks_override=7).num_kv_blocks == 7
 
 
@@ -201,6 +203,81 @@ def test_args_can_be_passed_as_a_dict(alphabet):
     with LLM(**settings) as llm:
         assert texts(llm.generate("a", GREEDY)) == ["bcd"]
         assert llm.llm_engine.max_model_len == 64
+
+
+# ---- EngineArgs on a command line ----
+
+
+def test_every_parser_argument_is_accepted_by_an_engine_at_its_default():
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--model", "m"])
+    assert vars(args).keys() >= compat.INSTEAD.keys()
+    assert (args.pipeline_parallel_size, args.enable_lora, args.tensor_parallel_size) == (1, False, 1)
+    assert EngineArgs(**vars(args)) == EngineArgs.from_cli_args(args) == EngineArgs(model="m")
+
+
+def test_command_line_settings_take_effect_or_are_refused_by_name(capsys):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--max-tokens", type=int)
+    parser.set_defaults(model="m", enforce_eager=True)
+    line = "--max_model_len 32 --no-enable-prefix-caching --max_tokens=5 --num-gpu-blocks-override 9"
+    args = parser.parse_args(line.split())
+    asked = {"max_model_len": 32, "enable_prefix_caching": False, "num_kv_blocks": 9, "enforce_eager": True}
+    assert EngineArgs.from_cli_args(args) == EngineArgs(model="m", **asked)
+    assert args.max_tokens == 5
+    for flags, message in (
+        ("--enable-lora", "enable_lora=True is not supported; pass lora"),
+        ("--pipeline-parallel-size 2", "pipeline_parallel_size=2 is not supported"),
+        ("--kv-cache-dtype fp8", "argument --kv-cache-dtype: invalid choice: 'fp8'"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(flags.split())
+        assert message in capsys.readouterr().err
+    with pytest.raises(TypeError, match="model"):
+        EngineArgs.from_cli_args(argparse.Namespace(seed=1))
+
+
+# ---- vLLM's examples ----
+
+
+def test_the_generate_example(alphabet):
+    """Flags in a group, and parameters that flags change."""
+    parser = FlexibleArgumentParser()
+    engine_group = parser.add_argument_group("Engine arguments")
+    EngineArgs.add_cli_args(engine_group)
+    engine_group.set_defaults(model="another/model")
+    parser.add_argument_group("Sampling parameters").add_argument("--max-tokens", type=int)
+    args = vars(parser.parse_args(["--model", alphabet, "--max-tokens", "3"]))
+    max_tokens = args.pop("max_tokens")
+    llm = LLM(**args)
+    params = llm.get_default_sampling_params()
+    params.max_tokens, params.temperature = max_tokens, 0
+    outputs = llm.generate(PROMPTS, params)
+    llm.shutdown()
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [output.outputs[0].text for output in outputs] == ["tuv", "ghi", "def", "\x00" * 3]
+
+
+def test_the_llm_engine_example(babbler):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description="the engine, by hand"))
+    args = parser.parse_args(["--model", babbler, "--num-kv-blocks", "40", "--max-model-len", "100"])
+    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
+    assert engine.model_config.max_model_len == 100
+    assert engine.model_config.hf_config.vocab_size == engine.checkpoint.vocab_size
+    prompts = [
+        ("A robot may not injure", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
+        ("To be or not to be,", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
+        ("What is it?", SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1)),
+    ]
+    finished: list[RequestOutput] = []
+    number = 0
+    while prompts or engine.has_unfinished_requests():
+        if prompts:
+            prompt, params = prompts.pop(0)
+            engine.add_request(str(number), prompt, params)
+            number += 1
+        finished += [output for output in engine.step() if output.finished]
+    engine.shutdown()
+    assert {output.request_id: len(output.outputs) for output in finished} == {"0": 1, "1": 1, "2": 2}
 
 
 # ---- AsyncLLM ----

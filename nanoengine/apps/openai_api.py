@@ -29,7 +29,7 @@ from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searched for at every token
 # The SamplingParams fields that a request may set. Fields of the API determine the others.
 SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
-SAMPLED -= {"detokenize", "extra_args", "logits_processors", "output_kind"}
+SAMPLED -= {"detokenize", "logits_processors", "output_kind"}
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
 
 # ---- JSON, and errors in OpenAI's shape ----------------------------------------------------------
@@ -191,7 +191,6 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     logit_bias: Any = None
     response_format: dict[str, Any] | None = None
-    vllm_xargs: dict[str, Any] | None = None
     prompt_logprobs: int | None = None  # this field and the following ones are vLLM's
     priority: int | None = None
     return_token_ids: bool | None = None
@@ -227,7 +226,6 @@ class GenerationRequest(BaseModel):
                         raise ValueError(f"logit_bias must have token ids as keys, got {key!r:.99}")
                 bias = {int(key): value for key, value in bias.items()}
             given |= {"logit_bias": bias, "prompt_logprobs": self.prompt_logprobs, **own}
-            given["extra_args"] = self.vllm_xargs
             if asked := self.format():
                 structured |= asked
                 self._structured_field = "response_format"

@@ -119,8 +119,6 @@ def make_parser() -> FlexibleArgumentParser:
     add("--chat-template", help="a file, or the template itself, in place of the tokenizer's")
     origins = 'web pages that may call this server from a browser, a list, or ["*"] for any; default: none'
     add("--allowed-origins", type=parse_origins, default=[], metavar="JSON", help=origins)
-    dev_mode = "serve routes that put the engine to sleep and replace its weights; for trusted networks only"
-    add("--dev-mode", action="store_true", help=dev_mode)
     drain = "time for running requests to finish on shutdown; default %(default)s"
     add("--drain-seconds", type=parse_seconds, default=30, help=drain)
     engine = parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig")

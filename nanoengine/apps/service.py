@@ -58,10 +58,6 @@ PAGE_POLICY = (
 # (module of contrib/, its class) -> the paths that it serves if it is installed.
 CONTRIB = {
     ("responses", "ResponsesAPI"): ["/v1/responses"],
-    ("pooling_api", "PoolingAPI"): [
-        *("/v1/embeddings", "/classify", "/score", "/v1/score"),
-        *("/rerank", "/v1/rerank", "/v2/rerank"),
-    ],
 }
 
 
@@ -131,7 +127,6 @@ class Service:
         tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning: a name from
             `tools.TOOL_FORMATS` or `REASONING_FORMATS`, "none", or "auto" (by the chat template).
         chat_template: a file, or the template itself, that replaces the tokenizer's.
-        dev_mode: also serve the routes of contrib/learner.py.
     """
 
     def __init__(
@@ -145,12 +140,10 @@ class Service:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         chat_template: str | None = None,
-        dev_mode: bool = False,
     ) -> None:
         if api_key == "":
             raise ValueError("api_key must not be empty")  # an unset variable must not open the server
         self.engine, self.api_key, self.max_body_bytes = engine, api_key, max_body_bytes
-        self.learner = load("contrib.learner", "--dev-mode").Learner(engine) if dev_mode else None
         self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
         self.names = names_of(str(config.model)) if name is None else [name]
         self.name = self.names[0]
@@ -262,7 +255,7 @@ class Service:
             params = body.fit(params, prompts, self.formats)
             try:
                 return [engine.check(one, params, body.priority or 0) for one in prompts]
-            except RuntimeError as error:  # the engine sleeps or is closed
+            except RuntimeError as error:  # the engine is closed
                 raise unavailable(str(error)) from None
 
     async def choices(self, body: Body, checked: list[CheckedRequest], ticket: Ticket) -> Choices:
@@ -394,10 +387,7 @@ class Service:
     async def server_info(self) -> Response:
         """GET /server_info: the engine's description of itself, which it also logs at startup."""
         engine = self.engine.llm_engine.describe()
-        info: dict[str, Any] = {"version": __version__, "model": self.name, "engine": engine}
-        if self.learner is not None:  # trl reads this field
-            info["vllm_config"] = {"weight_transfer_config": {"backend": "gloo"}}
-        return JSON(info)
+        return JSON({"version": __version__, "model": self.name, "engine": engine})
 
     async def metrics(self) -> Response:
         """GET /metrics, for Prometheus: `LLMEngine.get_metrics`."""
@@ -486,8 +476,6 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         ("GET", "/", service.page),
     ]
     missing: dict[str, str] = {}  # path whose file in contrib/ is not installed -> error message
-    if service.learner is not None:
-        routes += service.learner.routes()
     for (module, api), contributed in CONTRIB.items():
         try:
             routes += getattr(load(f"contrib.{module}", contributed[0]), api)(service).routes()

@@ -118,6 +118,22 @@ class TritonLinear(nn.Module):
         chosen = Quantized._make((integers[:, : self.in_features], *of_rows, self.form.bits))
         return chosen.dequantize(self.dtype).view(*rows.shape, self.in_features)
 
+    def rounded(self, weight: Tensor) -> TritonLinear:
+        """Return a layer made from rows of a new weight, (rows, in), rounded like this one."""
+        from nanoengine.backends.quantize import quantize
+
+        integers = quantize(weight.to("cpu", self.dtype), self.form.bits)
+        return TritonLinear(integers, None, self.dtype, self.packed.device)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Return whether the layer was made from this weight, (out, in)."""
+        return all(map(torch.equal, self.buffers(), self.rounded(weight).buffers()))
+
+    def load_rows(self, first: int, weight: Tensor) -> None:
+        """Replace rows from `first` on, in place, because CUDA graphs hold addresses."""
+        new, end = self.rounded(weight), first + len(weight)
+        self.packed[first:end], self.scales[:, first:end] = new.packed, new.scales
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (.., in) -> (.., out)."""
         flat = x.reshape(-1, self.in_features).contiguous()

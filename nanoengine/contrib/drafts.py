@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
+from operator import eq
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -26,17 +27,11 @@ import torch
 
 from nanoengine.backends.kv_cache import KVGroup, block_bytes
 from nanoengine.config import EngineConfig
-from nanoengine.contrib.pace import Costs, Offer, Planner
 from nanoengine.engine import Block, Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.structured import Constraint
 from nanoengine.models.checkpoint import Checkpoint, open_checkpoint
 from nanoengine.startup import Started, start_runner
-
-FIRST_ODDS = 0.8  # how likely a draft is to be right, before any was tested
-AVERAGE_RATE = 1 / 64  # of the odds of all sequences, with which new sequences start
-LEARNING_RATE = 0.1  # of the odds, per tested draft
-RECOVERY_RATE = 1 / 128  # of the odds, per choice of no drafts: so drafting is tried again after a while
 
 # ---- The draft model -----------------------------------------------------------------------------
 
@@ -46,27 +41,23 @@ class Shadow:
     """Holds the draft model's state for one sequence."""
 
     view: Sequence  # given to the runner: the same blocks and settings, and tokens that may end in drafts
-    odds: float  # how likely a draft is to be right if the drafts before it are right
     num_computed: int = 0  # view.block_table has the draft model's K and V of this many tokens
     num_known: int = 0  # the number of known tokens when the last drafts were computed
     drafts: list[int] = field(default_factory=list)  # the last drafts, which follow those tokens
 
     @classmethod
-    def of(cls, seq: Sequence, odds: float) -> Self:
+    def of(cls, seq: Sequence) -> Self:
         """Return a new shadow. Its view has its own copy of the grammar, and no other processors."""
         grammars = [Constraint(x.grammars, x.grammar) for x in seq.processors if isinstance(x, Constraint)]
         same = {name: getattr(seq, name) for name in ("seed", "stop_ids", "bad_words")}
         view = Sequence(seq.seq_id, [], replace(seq.params, logprobs=None), processors=(*grammars,), **same)
         view.num_prompt_tokens = seq.num_prompt_tokens
-        return cls(view, odds)
+        return cls(view)
 
     def compare(self, token_ids: list[int]) -> None:
         """Compare the last drafts with the sampled tokens, and discard the K and V of wrong drafts."""
-        tested = [one == other for one, other in zip(token_ids[self.num_known :], self.drafts, strict=False)]
-        if tested:
-            num_right = len([*takewhile(bool, tested)])
-            for is_right in tested[: num_right + 1]:
-                self.odds += LEARNING_RATE * (is_right - self.odds)
+        if sampled := token_ids[self.num_known :]:
+            num_right = sum(takewhile(bool, map(eq, sampled, self.drafts)))
             self.num_computed = self.num_known + min(num_right, len(self.drafts) - 1)  # the last has none
             self.drafts = []
 
@@ -90,13 +81,11 @@ class DraftRunner(ModelRunner):
 class DraftModel:
     """Computes drafts for all sequences of a step at once."""
 
-    def __init__(self, started: Started, max_model_len: int, max_drafts: int) -> None:
+    def __init__(self, started: Started, max_model_len: int, max_drafts: int, max_drafting_seqs: int) -> None:
         self.started, self.runner = started, started.runner
         self.max_model_len = max_model_len  # longer sequences have no drafts
-        self.max_drafts = max_drafts  # limit per sequence and step
+        self.max_drafts, self.max_drafting_seqs = max_drafts, max_drafting_seqs  # see `SpeculativeConfig`
         self.block_bytes = block_bytes(started.kv_specs, started.kv_groups, started.runner.block_size)
-        self.planner: Planner  # chooses how many drafts to compute
-        self.odds = FIRST_ODDS  # an average over the sequences
         self.shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
         self.blocks: list[Block] = []  # the block manager's
         self.computed_blocks: dict[int, int] = {}  # block_id -> prefix_id of its K and V
@@ -129,23 +118,20 @@ class DraftModel:
                 f"the draft model {asked.model} has recurrent states, from which a rejected draft token "
                 "cannot be removed"
             )
-        return cls(started, length, asked.num_speculative_tokens)
+        return cls(started, length, asked.num_speculative_tokens, asked.max_drafting_seqs)
 
-    def make_scheduler(self, target: Started, max_num_seqs: int) -> Callable[..., DraftingScheduler]:
-        """Allocate K and V for the target model's blocks, time both models, and return the scheduler."""
+    def make_scheduler(self, target: Started) -> Callable[..., DraftingScheduler]:
+        """Allocate K and V for the target model's blocks, and return a function that makes the scheduler."""
         self.started.allocate(target.num_blocks)
-        most = min(max_num_seqs, target.max_num_batched_tokens)
-        self.planner = Planner(Costs.measure(target.runner, most), Costs.measure(self.runner, most))
-        return partial(ModelDraftingScheduler, draft_model=self)
+        return partial(ModelDraftingScheduler, draft_model=self, max_drafting_seqs=self.max_drafting_seqs)
 
     def follow(self, seq: Sequence, blocks: list[Block]) -> Shadow:
         """Return a sequence's shadow, up to date with its tokens and blocks."""
         if blocks is not self.blocks:  # the block manager was cleared, and its prefix_ids start again at 1
             self.blocks, self.computed_blocks = blocks, {}
-        shadow = self.shadows.get(seq) or self.shadows.setdefault(seq, Shadow.of(seq, self.odds))
+        shadow = self.shadows.get(seq) or self.shadows.setdefault(seq, Shadow.of(seq))
         if shadow.drafts:
             shadow.compare(seq.token_ids)
-            self.odds += AVERAGE_RATE * (shadow.odds - self.odds)
         if shadow.view.block_table is not seq.block_table:  # it was admitted, perhaps after a preemption
             shadow.view.block_table, shadow.num_computed = seq.block_table, 0
         size = self.runner.block_size
@@ -223,38 +209,17 @@ class ModelDraftingScheduler(DraftingScheduler):
         super().__init__(block_manager, propose=lambda seq, _: drafts.get(seq, []), **settings)
         self.draft_model, self.drafts = draft_model, drafts
 
-    def schedule(self) -> ScheduledBatch:
-        """See the base class. The step is timed from here until `update` returns."""
-        self.draft_model.planner.begin()
-        return super().schedule()
-
-    def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
-        """See the base class."""
-        advanced = super().update(batch, token_ids)
-        self.draft_model.planner.end()
-        return advanced
-
-    def prepare(self, chunks: list[Chunk], budget: int) -> bool:
+    def prepare(self, chunks: list[Chunk], budget: int) -> None:
         """See the base class. The drafts are computed here."""
-        model, planner = self.draft_model, self.draft_model.planner
-        num_rows = self.max_num_batched_tokens - budget
+        model, sizes = self.draft_model, dict[Sequence, int]()
         self.drafts.clear()
-        if planner.rests(len(chunks), num_rows):
-            return False
-        decodes, offers = dict[Sequence, Chunk](), list[Offer]()
         for chunk in chunks:
-            seq, limit = chunk.seq, min(self.limit_of(chunk, budget), model.max_drafts)
+            seq = chunk.seq
+            limit = min(self.limit_of(chunk, budget), model.max_drafts, model.max_model_len - chunk.end)
             grammars = [one.grammar for one in seq.processors if isinstance(one, Constraint)]
-            limit = min(limit, model.max_model_len - chunk.end)
             if limit > 0 and all(one.takes_back and not one.is_slow for one in grammars):
-                shadow, num_known = model.follow(seq, self.block_manager.blocks), len(seq.token_ids)
-                num_behind = max(0, num_known - shadow.num_computed - 2)
-                offers.append(Offer(shadow.odds, limit, num_behind, seq.max_num_tokens - num_known))
-                decodes[seq] = chunk
-        sizes = planner.choose(offers, num_rows, budget)
-        for seq, size in zip(decodes, sizes, strict=True):
-            model.shadows[seq].odds += 0 if size else RECOVERY_RATE * (FIRST_ODDS - model.shadows[seq].odds)
-        pairs = zip(decodes.items(), sizes, strict=True)
-        fitting = {seq: self.room_for(chunk, size) for (seq, chunk), size in pairs if size}
-        self.drafts.update(model.draft({seq: size for seq, size in fitting.items() if size}))
-        return bool(self.drafts)
+                model.follow(seq, self.block_manager.blocks)
+                if size := self.room_for(chunk, limit):
+                    sizes[seq] = size
+                    budget -= size
+        self.drafts.update(model.draft(sizes))

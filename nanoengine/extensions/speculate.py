@@ -11,6 +11,7 @@ A proposer is any function of a sequence and a number n that returns at most n t
 Source: https://arxiv.org/abs/2211.17192. There drafts have probabilities; here a draft is right or wrong.
 """
 
+import sys
 from collections import Counter, abc
 from collections.abc import Callable
 from itertools import takewhile
@@ -32,20 +33,26 @@ class DraftingScheduler(Scheduler):
     Args:
         block_manager, settings: as in the base class.
         propose: proposes draft tokens.
+        max_drafting_seqs: while more sequences run, there are no drafts.
     """
 
     def __init__(
-        self, block_manager: BlockManager, propose: Callable[[Sequence, int], list[int]], **settings: Any
+        self,
+        block_manager: BlockManager,
+        propose: Callable[[Sequence, int], list[int]],
+        max_drafting_seqs: int = sys.maxsize,
+        **settings: Any,
     ) -> None:
         super().__init__(block_manager, **settings)
-        self.propose = propose
+        self.propose, self.max_drafting_seqs = propose, max_drafting_seqs
         # How many drafts were computed and accepted, by the draft's index in its sequence's step, from 0.
         self.num_drafted, self.num_accepted = Counter[int](), Counter[int]()
 
     def add_drafts(self, chunks: list[Chunk], budget: int) -> int:
         """See the base class. The chunk of a decode is followed by the chunks of its drafts."""
-        if not self.prepare(chunks, budget):
+        if len(self.running) > self.max_drafting_seqs:
             return 0
+        self.prepare(chunks, budget)
         with_drafts: list[Chunk] = []
         num_drafts = 0
         for chunk in chunks:
@@ -59,9 +66,8 @@ class DraftingScheduler(Scheduler):
         chunks[:] = with_drafts
         return num_drafts
 
-    def prepare(self, chunks: list[Chunk], budget: int) -> bool:
-        """Get ready to propose up to `budget` drafts after these chunks. Return False if there are none."""
-        return True
+    def prepare(self, chunks: list[Chunk], budget: int) -> None:
+        """Get ready to propose up to `budget` drafts after these chunks."""
 
     def _draft(self, chunk: Chunk, budget: int) -> list[int]:
         """Return the drafts to compute after a chunk, and make room for them in the block table."""

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ GGUF = "a GGUF file"
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
+# Ends of the names of classes that generate no text. Other pooling models have a modules.json.
+POOLING = "ForSequenceClassification", "ForTokenClassification", "RewardModel"
 DEFAULT_LENGTH = 1 << 20  # default max_model_len of a model without positions
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 # Tensors that only draft tokens (MTP). They have names of their own, or are in layers after the model's last.
@@ -50,7 +52,6 @@ class Checkpoint:
     generation_config: dict[str, Any]
     is_part: bool = False  # True: load only the language model of a multimodal model
     quantization: dict[str, Any] | None = None  # the config's settings, if formats.py reads the weights
-    pooling: Any = None  # a contrib.pooling_model.Pooling, for embeddings or classes; None: generates text
     gguf: "GGUFFile | None" = None  # the open file: its header is parsed once
 
     def open_files(self) -> Reader:
@@ -70,8 +71,6 @@ class Checkpoint:
             )
             for name in unused:
                 del files.headers[name]
-        if self.pooling is not None:
-            load("contrib.pooling_model", "a model that pools").replace_head(files, self.pooling)
         return files
 
     def is_draft_tensor(self, name: str) -> bool:
@@ -169,16 +168,14 @@ def open_checkpoint(
     trust_remote_code: bool = False,
     hf_overrides: dict[str, Any] | None = None,
     generation_config: str = "auto",
-    runner: str = "auto",
-    pooler_config: dict[str, Any] | None = None,
     load_format: str = "auto",
 ) -> Checkpoint:
     """Find a checkpoint and read everything except its weights.
 
     `model_impl` chooses the code: "nanoengine" is decoder.py, "transformers" is hf.py, and "auto" prefers
     decoder.py if it supports the model. `hf_overrides` replaces fields of config.json. If `generation_config`
-    is "vllm", no sampling parameter is read from the checkpoint. `runner`, `pooler_config` and `load_format`
-    are EngineConfig's. With load_format "dummy" no weights are downloaded.
+    is "vllm", no sampling parameter is read from the checkpoint. With `load_format` "dummy" no weights are
+    downloaded.
 
     Raises:
         ValueError: `model` is not a checkpoint, or the checkpoint is not supported. The message says why.
@@ -198,12 +195,12 @@ def open_checkpoint(
 
         config, part = adapt(config, fields, hf_overrides or {})
     architecture, hf_config = architecture_of(config), config if part is None else part
-    pools = architecture.endswith("ForSequenceClassification") or (path / "modules.json").is_file()
-    pooling = quantization = decoder_config = None
+    quantization = decoder_config = None
     try:
-        if runner == "pooling" or (runner == "auto" and pools):
-            read_pooling = load("contrib.pooling_model", "a model that pools").read_pooling
-            pooling = read_pooling(path, config, pooler_config)
+        if architecture.endswith(POOLING) or (path / "modules.json").is_file():
+            raise UnsupportedModelError(
+                "it embeds, scores or classifies texts; nanoengine only generates text"
+            )
         if stated := getattr(config, "quantization_config", None):
             choose_reader = load("models.formats", "a quantized checkpoint").choose_reader
             quantization = choose_reader(stated, config, part, model_impl)
@@ -218,8 +215,6 @@ def open_checkpoint(
             from nanoengine.models.hf_config import check_config
 
             check_config(hf_config)
-        elif pooling is not None:
-            decoder_config = replace(decoder_config, tie_word_embeddings=False)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
     if tokenizer is not None:
@@ -245,7 +240,7 @@ def open_checkpoint(
         generation = {}
     checkpoint = Checkpoint(
         *(path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None),
-        *(quantization, pooling, gguf),
+        *(quantization, gguf),
     )
     checkpoint.default_sampling_params()  # raise its errors now
     return checkpoint
@@ -260,7 +255,7 @@ def _load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None"
         return None
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        loaded("", text_pair="")  # raise errors of its settings now
+        loaded("")  # raise errors of its settings now
     except BaseException as error:  # a panic in Rust is no Exception: see requests.panics_as_errors
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise

@@ -14,9 +14,8 @@ TOKENIZERS = [
     *("tokenizer*", "*.model", "vocab*", "merges.txt", "chat_template*", "config.json"),
     *("added_tokens.json", "special_tokens_map.json", *TEMPLATES),
 ]
-# A pattern's * also matches slashes. These match all folders except additional_chat_templates and the modules
-# of sentence-transformers, such as 1_Pooling.
-OTHER_FOLDERS = ["[!0-9a]*/*", "[0-9][!_]*/*", "a[!d]*/*"]
+# A pattern's * also matches slashes. These match all folders except additional_chat_templates.
+OTHER_FOLDERS = ["[!a]*/*", "a[!d]*/*"]
 
 
 def fetch(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.backends.attention import PagedAttention
@@ -347,13 +347,9 @@ def load_hf(
     try:
         check_config(checkpoint.hf_config)  # `open_checkpoint` has not if decoder.py was to run it
         causal_lm = _load_transformers(checkpoint, config, dtype, device, pack).to(device)
-        model: Any = HFModel(causal_lm, max_model_len)
+        return HFModel(causal_lm, max_model_len)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{checkpoint.architecture} is not supported: {error}") from error
-    if checkpoint.pooling is not None:
-        has_labels = bool(checkpoint.pooling.labels)
-        model.compute_logits = lambda hidden: causal_lm.score(hidden) if has_labels else hidden
-    return model  # type: ignore[no-any-return]
 
 
 def _load_transformers(
@@ -365,9 +361,8 @@ def _load_transformers(
     accelerate, transformers fills it on the host first. The weights of quantized linear layers are zeros at
     first, which take no memory. Then each is read once, and packed for the device or dequantized.
     """
-    path, pooling = checkpoint.path, checkpoint.pooling
-    has_labels = pooling is not None and bool(pooling.labels)
-    auto: Any = AutoModelForSequenceClassification if has_labels else AutoModelForCausalLM
+    path = checkpoint.path
+    auto: Any = AutoModelForCausalLM
     settings: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attention_implementation(checkpoint.hf_config),
@@ -382,8 +377,6 @@ def _load_transformers(
     headers = files.headers
     source: str | None = str(path)
     quantized: dict[str, tuple[int, ...]] = {}  # linear layers -> the shapes of their weights
-    if has_labels and checkpoint.quant_method is not None:
-        raise UnsupportedModelError("quantized classifiers are not supported on transformers' code")
     if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
         source, settings["gguf_file"] = str(path.parent), path.name
     elif path.suffix == ".gguf" or checkpoint.quantization is not None:
@@ -425,11 +418,7 @@ def _load_transformers(
         for name in report["unexpected_keys"]
         if (name in headers or not checkpoint.is_part) and not checkpoint.is_draft_tensor(name)
     ]
-    missing = set(report["missing_keys"])
-    if pooling is not None and not has_labels:
-        head = causal_lm.get_output_embeddings()
-        missing -= {f"{name}.weight" for name, module in causal_lm.named_modules() if module is head}
-    refuse_misfit(path, missing=missing, unexpected=unexpected)
+    refuse_misfit(path, missing=set(report["missing_keys"]), unexpected=unexpected)
     changed: set[str] = set()
     adapter: Any = None
     if config.lora is not None:

@@ -28,7 +28,6 @@ OTHER_TYPES = (
     *("attention", "moe", "mlp"),
 )
 ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
-MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # fields of an embedding model's config
 ATTENTION_NAME = "nanoengine"  # the name under which hf.py registers its attention in transformers
 
 # Multimodal models for whose text config transformers has a causal LM.
@@ -192,7 +191,7 @@ def _override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) ->
     fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
     for name, value in overrides.items():
         part = getattr(config, name, None)
-        if part is None and name not in (*fields, *ROPE, *MATRYOSHKA) and not hasattr(config, name):
+        if part is None and name not in (*fields, *ROPE) and not hasattr(config, name):
             raise ValueError(f"hf_overrides has {name!r}, which is not a field of {type(config).__name__}")
         if isinstance(value, dict) and isinstance(fields.get(name), dict):
             is_config = isinstance(part, PretrainedConfig)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoengine.backends.cores import on_all_cores
 from nanoengine.backends.quantized import Pack, Quantized, floats
@@ -69,14 +69,10 @@ def _load_decoder(
     shard: Any,
     pack: Pack | None,
 ) -> Decoder:
-    decoder_config, pooling = checkpoint.decoder_config, checkpoint.pooling
+    decoder_config = checkpoint.decoder_config
     assert decoder_config is not None
     with torch.device("meta"):
         model = whole = Decoder(decoder_config).to(dtype)
-        if pooling is not None:
-            num_labels = len(pooling.labels)
-            head = nn.Linear(decoder_config.hidden_size, num_labels, False) if num_labels else nn.Identity()
-            model.set_submodule("lm_head", head.to(dtype))
         if shard is not None:
             model = Decoder(shard.config).to(dtype)
     files = None if config.load_format == "dummy" else checkpoint.open_files()

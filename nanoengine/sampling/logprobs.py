@@ -126,14 +126,14 @@ class Logprobs(NamedTuple):
     """Holds the log-probabilities that a step's sequences requested, by seq_id."""
 
     of_samples: dict[int, Entries]  # one entry per sampled token
-    of_prompts: dict[int, Any]  # results of `PromptReport.read`; a vector for a model that pools
+    of_prompts: dict[int, tuple[int, Entries]]  # results of `PromptReport.read`
 
 
 class Reports(NamedTuple):
     """Holds all log-probabilities of a step, while they are copied to the host."""
 
     of_samples: list[LogprobTable]
-    of_prompts: list[Any]  # each a `PromptReport`, or what an extension reports instead
+    of_prompts: list[PromptReport]
 
     def read(self, sampled_seqs: Sequence[Any], token_ids: Sequence[int | None]) -> Logprobs:
         """Wait for the copies and return the entries. token_ids has one token per entry of sampled_seqs."""

@@ -281,7 +281,6 @@ server = f"model=demo,num_concurrent=4,base_url={url}/v1"
 both = ["chosen", "generated"]
 said = {}
 for way, model_args, tasks in (
-    ("vllm", f"pretrained={model},dtype=float32,max_model_len=512", both),
     ("local-completions", f"{server}/completions,tokenizer={model},max_length=512", both),
     ("local-chat-completions", f"{server}/chat/completions", ["generated"]),
 ):
@@ -313,15 +312,10 @@ def tasks(tmp_path):
 
 
 @pytest.mark.slow
-def test_lm_eval_gets_the_same_scores_in_all_three_ways(run, url, tasks, tmp_path):
+def test_lm_eval_gets_the_same_scores_in_both_ways(run, url, tasks, tmp_path):
     (tmp_path / "evaluate.py").write_text(LM_EVAL)
-    printed = run("-m", "nanoengine.contrib.vllm_module", "evaluate.py", url, DEMO)
-    offline, completions, chat = json.loads(printed.splitlines()[-1]).values()
-    assert offline["generated"] == completions["generated"] == chat["generated"]
-    assert 0 < offline["generated"]["score"] < 1
-    assert 0 < offline["chosen"]["score"] < 1
-    assert offline["chosen"]["score"] == completions["chosen"]["score"]
-    for ours, theirs in zip(offline["chosen"]["answers"], completions["chosen"]["answers"], strict=True):
-        for (logprob, is_greedy), (other, is_greedy_too) in zip(ours, theirs, strict=True):
-            assert logprob == pytest.approx(other, abs=1e-3)
-            assert is_greedy == is_greedy_too
+    printed = run("evaluate.py", url, DEMO)
+    completions, chat = json.loads(printed.splitlines()[-1]).values()
+    assert completions["generated"] == chat["generated"]
+    assert 0 < completions["generated"]["score"] < 1
+    assert 0 < completions["chosen"]["score"] < 1

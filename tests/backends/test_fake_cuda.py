@@ -214,16 +214,6 @@ def test_batches_with_any_parameters_do_not_wait_for_the_gpu(backend, fields, se
     assert ("graphs" in line) == ("enforce_eager" not in settings)
 
 
-@pytest.mark.parametrize("is_argmax_invariant", [False, True])
-def test_processors_of_an_engine_do_not_wait_for_the_gpu(is_argmax_invariant, fake_gpu, babbler):
-    processors = pytest.importorskip("nanoengine.contrib.processors")
-    members = dict.fromkeys(("__init__", "update_state"), lambda *_: None)
-    members |= {"is_argmax_invariant": lambda _: is_argmax_invariant, "apply": lambda _, logits: logits + 1}
-    plus_one = type("PlusOne", (processors.LogitsProcessor,), members)
-    with fake_gpu:
-        walk(babbler, SETTINGS[:3], logits_processors=[plus_one])
-
-
 # Falcon with one KV head, or few, picks them by a list: transformers' own code waits for that in each layer.
 TRANSFORMERS = ["gemma2", "gpt2", "opt", "gemma", "falcon, many kv heads", "phi3", "granite", "cohere2"]
 STATES = ["qwen3_5_text", "mamba2", "lfm2", "mamba", "olmo_hybrid"]

@@ -1,7 +1,6 @@
 """Draft models: drafts change the speed, never the tokens; and equal models agree about every draft."""
 
 import json
-import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 import transformers
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.contrib import pace
-from nanoengine.contrib.pace import FAR, Costs, Offer, Planner
+from nanoengine.extensions.speculate import is_draft
 from tests.extensions.test_speculate import mixed_requests
 from tests.helpers import (
     TINY,
@@ -60,16 +58,8 @@ def noisy(tmp_path_factory):
     return str(talker(tmp_path_factory.mktemp("noisy"), noise=0.02))
 
 
-@pytest.fixture(autouse=True)
-def free(monkeypatch, request):
-    """Real engines find that passes cost nothing, so drafts do not depend on this machine's speed."""
-    monkeypatch.setattr(Costs, "measure", lambda *_: Costs([0, 1], [0.0, 0.0]))
-    if "target" in request.fixturenames:
-        monkeypatch.setattr(pace, "NUM_CHECKED", 0)
-
-
 def with_drafts(path: str, **more: Any) -> dict[str, Any]:
-    return {"speculative_config": {"model": path, "num_speculative_tokens": 4, **more}}
+    return {"speculative_config": {"model": path, "num_speculative_tokens": 4, "max_num_seqs": 64, **more}}
 
 
 def counts(llm: LLM) -> tuple[int, int]:
@@ -281,151 +271,25 @@ def test_no_drafts_follow_the_end_of_a_sequence(target):
         assert counts(llm)[0] - before == 1
 
 
-# ---- How many drafts are computed ------------------------------------------------------------------
-
-FLAT, STEEP = Costs([0, 1, 64], [0.0, 1.0, 1.0]), Costs([0, 64], [0.0, 64.0])
-CHEAP = Costs([0, 1, 64], [0.0, 0.05, 0.05])
+# ---- How many sequences have drafts ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("odds", "limits", "budget", "costs", "expected"),
-    [
-        ([0.9] * 8, [4] * 8, 99, (FLAT, CHEAP), [4] * 8),
-        ([0.9] * 8, [4] * 8, 10, (FLAT, CHEAP), [2, 2, 1, 1, 1, 1, 1, 1]),
-        ([0.9] * 8, [4] * 8, 99, (STEEP, CHEAP), [0] * 8),  # each row costs what a token saves
-        ([0.9] * 8, [4] * 8, 99, (FLAT, FLAT), [0] * 8),  # a draft costs what it saves
-        ([0.9], [4], 99, (STEEP, FLAT), [0]),  # one sequence is no exception
-        ([0.9, 0.7, 0.3], [4] * 3, 99, (FLAT, CHEAP), [4, 2, 0]),  # each by its own odds
-        ([0.9, 0.9, 0.9], [0, 1, 4], 99, (FLAT, CHEAP), [0, 1, 4]),
-        ([], [], 99, (FLAT, CHEAP), []),
-    ],
-)
-def test_as_many_drafts_are_computed_as_save_time(odds, limits, budget, costs, expected):
-    planner = Planner(*costs)
-    while planner.rests(len(odds), len(odds)):
-        pass
-    offers = [Offer(*pair) for pair in zip(odds, limits, strict=True)]
-    assert planner.choose(offers, len(odds), budget) == expected
+@pytest.mark.parametrize(("limit", "num_drafting"), [(None, 1), (1, 1), (2, 2), (3, 3), (4, 3)])
+def test_a_draft_model_drafts_while_at_most_that_many_sequences_run(limit, num_drafting, target):
+    """One sequence of three ends after the other."""
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 16, 24)]
+    with LLM(target, num_kv_blocks=60, **with_drafts(target, max_num_seqs=limit)) as llm:
+        sizes, schedule = [], llm.scheduler.schedule
 
+        def noting():
+            batch = schedule()
+            sizes.append((len(llm.scheduler.running), any(map(is_draft, batch.chunks))))
+            return batch
 
-@pytest.mark.parametrize(("num_seqs", "expected"), [(1, 1), (2, 1), (3, 0), (16, 0)])
-def test_drafts_that_save_little_are_left_out_in_batches(num_seqs, expected):
-    """A draft costs 0.6 of a step and is right with 0.8: tokens take 0.89 of their time."""
-    planner = Planner(FLAT, Costs([0, 1, 64], [0.0, 0.4, 0.4]))
-    while planner.rests(num_seqs, num_seqs):
-        pass
-    assert planner.choose([Offer(0.8, 1)] * num_seqs, num_seqs, 99) == [expected] * num_seqs
-
-
-@pytest.mark.parametrize(("num_behind", "num_left", "expected"), [(50, 400, 4), (50, 20, 0), (900, 9000, 0)])
-def test_a_sequence_has_no_drafts_if_catching_up_takes_longer_than_they_save(num_behind, num_left, expected):
-    planner = Planner(FLAT, Costs([0, FAR], [0.0, FAR * 0.1]))
-    while planner.rests(2, 2):
-        pass
-    offers = [Offer(0.9, 4, num_behind, num_left), Offer(0.9, 4)]
-    assert planner.choose(offers, 2, 99) == [expected, 4]
-
-
-class Machine:
-    """Serves sequences on a virtual clock. The host's work for a draft pass is in no estimate.
-
-    A step without drafts that follows one with drafts takes `surcharge` seconds longer.
-    """
-
-    surcharge = 0.0
-
-    def __init__(self, num_seqs: int, draft_seconds: float, odds: float) -> None:
-        self.target = Costs([0, 1, FAR], [0.0, 2.0, 2.0 + 0.05 * FAR])
-        self.draft = Costs([0, 1, FAR], [0.0, draft_seconds, 0.01 * FAR])
-        self.num_seqs, self.odds, self.now, self.rng = num_seqs, odds, 0.0, random.Random(0)
-        self.planner = Planner(self.target, self.draft, clock=lambda: self.now)
-        self.drafted, self.num_drafted = False, 0  # whether the last step had drafts, and how many had
-        self.num_behind, self.step_seconds = [200] * num_seqs, 0.5  # of the host, with and without drafts
-
-    def speed(self, num_steps: int, host_seconds: float) -> float:
-        """Run steps, and return how many times as fast they are as without drafts."""
-        started, num, num_tokens = self.now, self.num_seqs, 0
-        for step in range(num_steps):
-            if step % 100 < num:  # a new one
-                self.num_behind[step % num] = 100
-            self.planner.begin()
-            sizes, offers = [0] * num, [Offer(self.odds, 4, behind) for behind in self.num_behind]
-            if not self.planner.rests(num, num):
-                sizes = self.planner.choose(offers, num, 1000)
-            drafting = [sum(size > depth for size in sizes) for depth in range(max(sizes))]
-            self.now += self.step_seconds + self.target.of(num + sum(sizes))
-            self.now += self.surcharge * (self.drafted and not any(sizes))
-            self.drafted = any(sizes)
-            self.num_drafted += self.drafted
-            self.now += sum(host_seconds + self.draft.of(n) for n in drafting)
-            pairs = [*zip(self.num_behind, sizes, strict=True)]
-            self.now += sum(0.01 * behind for behind, n in pairs if n)
-            self.num_behind = [0 if n else behind + 1 for behind, n in pairs]
-            num_tokens += num
-            for n in sizes:  # those that are right
-                num_tokens += next(i for i in range(n + 1) if i == n or self.rng.random() > self.odds)
-            self.planner.end()
-        return num_tokens / num * (self.step_seconds + self.target.of(num)) / (self.now - started)
-
-
-@pytest.mark.parametrize("num_seqs", [1, 4, 16])
-@pytest.mark.parametrize("host_seconds", [0.0, 0.5, 2.0])
-@pytest.mark.parametrize("odds", [0.1, 0.5, 0.8])
-def test_drafts_never_cost_more_than_three_percent(num_seqs, host_seconds, odds):
-    """Also where the host's work decides, which no measurement at startup contains."""
-    assert Machine(num_seqs, 0.4, odds).speed(3000, host_seconds) > 0.97
-
-
-@pytest.mark.parametrize("num_seqs", [4, 16])
-def test_steps_right_after_drafts_do_not_make_drafts_look_cheap(num_seqs):
-    machine = Machine(num_seqs, 0.4, 0.8)
-    machine.surcharge = 1.0
-    assert min(machine.speed(1000, 1.0) for _ in range(3)) > 0.97
-
-
-def test_only_steps_in_a_row_without_drafts_are_measured():
-    machine = Machine(1, 0.4, 0.8)
-    machine.surcharge = 1.0
-    machine.speed(1000, 0.1)
-    (pace_of_one,) = machine.planner.paces.values()
-    seconds = machine.target.of(1)
-    assert pace_of_one.plain.value == pytest.approx((machine.step_seconds + seconds) / seconds, abs=0.01)
-
-
-@pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.5), (4, 1.35)])
-def test_drafts_save_what_they_can(num_seqs, gain):
-    """The drafts of one sequence take a fifth of the target model's time, and four of five are right."""
-    assert Machine(num_seqs, 0.4, 0.8).speed(1000, 0.1) > gain
-
-
-def test_drafts_end_when_steps_without_them_become_cheap():
-    """Such steps have to be measured while drafts pay, too."""
-    machine = Machine(1, 0.4, 0.8)
-    machine.step_seconds = 8.0
-    assert machine.speed(300, 2.0) > 1.35
-    machine.step_seconds = 0.0
-    machine.speed(1000, 2.0)
-    assert machine.speed(500, 2.0) > 0.97
-
-
-@pytest.mark.parametrize("num_seqs", [1, 4])
-def test_drafts_are_tried_again_after_they_did_not_pay(num_seqs):
-    """The machine was busy for a while, for example."""
-    machine = Machine(num_seqs, 0.4, 0.8)
-    machine.speed(500, 3.0)
-    before = machine.num_drafted
-    assert machine.speed(400, 3.0) > 0.97
-    assert machine.num_drafted - before < 20  # trials
-    machine.speed(1500, 0.1)
-    assert machine.speed(500, 0.1) > 1.25
-
-
-def test_a_model_that_is_never_right_drafts_less_and_less(target, tmp_path):
-    wrong = str(talker(tmp_path, noise=1.0))
-    with LLM(target, num_kv_blocks=60, **with_drafts(wrong)) as llm:
-        params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-        llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        assert counts(llm)[0] < 25
+        llm.scheduler.schedule = noting
+        llm.generate(random_prompts([5, 6, 7]), params, use_tqdm=False)
+    assert {num for num, has_drafts in sizes if has_drafts} == {*range(1, num_drafting + 1)}
+    assert {num for num, _ in sizes} >= {1, 2, 3}
 
 
 # ---- Settings --------------------------------------------------------------------------------------
@@ -476,6 +340,7 @@ def test_models_with_recurrent_states_are_refused_on_either_side(tmp_path_factor
         ({"method": "ngram", "model": "demo"}, "must be \"draft_model\", got 'ngram'"),
         ({"model": "demo", "quantization": "int3"}, "quantization must be one of"),
         ({"model": "demo", "dtype": "int8"}, "dtype must be"),
+        ({"model": "demo", "max_num_seqs": 0}, "max_num_seqs must be"),
     ],
 )
 def test_an_error_names_the_setting(config, message):

@@ -1,16 +1,14 @@
-"""Weights that change, memory that sleeps. The oracle is an LLM that was loaded from the other checkpoint."""
+"""Weights that change. The oracle is an LLM that was loaded from the other checkpoint."""
 
-import gc
-import sys
+import asyncio
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, AsyncLLM, SamplingParams
 from tests import doubles
 from tests.helpers import TINY, checkpoint, hf_model, random_prompts
 
@@ -112,35 +110,55 @@ def test_nothing_changes_if_one_tensor_is_refused(tmp_path_factory):
         assert answers(llm) == before
 
 
-def test_weights_and_memory_wait_for_unfinished_requests(tmp_path_factory):
+def test_weights_are_updated_only_between_requests(tmp_path_factory):
     with LLM(checkpoint("qwen3", tmp_path_factory)[0], **SETTINGS) as llm:
         llm.add_request("a", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True))
-        for act in (lambda: llm.update_weights([]), llm.sleep, llm.wake_up):
-            with pytest.raises(RuntimeError, match="unfinished requests"):
-                act()
+        with pytest.raises(RuntimeError, match="unfinished requests"):
+            llm.update_weights([])
         while llm.has_unfinished_requests():
             llm.step()
         llm.update_weights([])
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.update_weights([])
+
+
+def test_an_async_engine_takes_new_weights_between_steps(tmp_path_factory, tmp_path):
+    model = other("qwen3")
+    model.save_pretrained(tmp_path / "other")
+    prompt, params = (
+        {"prompt_token_ids": [1, 2, 3]},
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+    )
+
+    async def answer(engine, number):
+        return [one async for one in engine.generate(prompt, params, number)][-1].outputs[0].token_ids
+
+    async def main():
+        async with AsyncLLM(tmp_path / "other", **SETTINGS) as engine:
+            wanted = await answer(engine, "wanted")
+        async with AsyncLLM(checkpoint("qwen3", tmp_path_factory)[0], **SETTINGS) as engine:
+            assert await answer(engine, "before") != wanted
+            await engine.update_weights(model.named_parameters())
+            assert await answer(engine, "after") == wanted
+
+    asyncio.run(main())
 
 
 def test_prefixes_of_other_weights_are_forgotten(tmp_path_factory):
     path, model = checkpoint("qwen3", tmp_path_factory)
     prompt, params = {"prompt_token_ids": random_prompts([40])[0]}, SamplingParams(max_tokens=1)
     with LLM(path, **SETTINGS, block_size=8) as llm:
-        for act in (lambda: llm.update_weights([("model.norm.weight", model.model.norm.weight)]), llm.sleep):
-            assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 0
-            assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens > 0
-            act()
-            llm.llm_engine.wake_up()
-            assert llm.scheduler.block_manager.evictable_blocks == {}
+        assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 0
+        assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens > 0
+        llm.update_weights([("model.norm.weight", model.model.norm.weight)])
+        assert llm.scheduler.block_manager.evictable_blocks == {}
 
 
 def test_a_store_that_outlives_the_weights_is_refused(tmp_path_factory, tmp_path):
     settings = {**SETTINGS, "kv_store": str(tmp_path)}
-    with LLM(checkpoint("qwen3", tmp_path_factory)[0], **settings) as llm:
-        for act in (lambda: llm.update_weights([]), llm.sleep):
-            with pytest.raises(ValueError, match="kv_store"):
-                act()
+    path = checkpoint("qwen3", tmp_path_factory)[0]
+    with LLM(path, **settings) as llm, pytest.raises(ValueError, match="kv_store"):
+        llm.update_weights([])
 
 
 @pytest.mark.parametrize("name", [*ROUNDED, "gpt2"])
@@ -168,60 +186,3 @@ def test_tensors_of_one_quantized_layer_are_updated_together(tmp_path):
         llm.update_weights((key.replace("k_proj", part), tensors[key.replace("k_proj", part)])
                            for part in ("q_proj", "v_proj", "k_proj"))  # fmt: skip
         assert answers(llm) != before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sleep can release memory only on Linux")
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.slow
-def test_an_engine_that_wakes_up_answers_as_before(name, dtype, tmp_path_factory):
-    path, model = checkpoint(name, tmp_path_factory)
-    with LLM(path, **SETTINGS, dtype=dtype) as llm:
-        before = answers(llm)
-        llm.sleep()
-        with pytest.raises(RuntimeError, match="sleeps"):
-            answers(llm)
-        llm.wake_up(["weights"])
-        assert llm.is_sleeping()
-        llm.wake_up(["kv_cache"])
-        assert not llm.is_sleeping()
-        assert answers(llm) == before
-        llm.sleep(level=2)
-        with pytest.raises(RuntimeError, match="sleeps"):
-            llm.update_weights(model.named_parameters())
-        llm.wake_up()
-        first, *rest = model.named_parameters()
-        llm.update_weights(rest)
-        with pytest.raises(RuntimeError, match=f"1 weights were dropped, such as '{first[0]}'"):
-            answers(llm)
-        llm.update_weights([first])
-        assert answers(llm) == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sleep can release memory only on Linux")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.slow
-def test_sleep_releases_memory(dtype, tmp_path):
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16384}
-    config = transformers.Qwen3Config(**{**TINY, **sizes}, architectures=["Qwen3ForCausalLM"])
-    config.save_pretrained(tmp_path)
-
-    with torch.device("meta"):
-        weights = sum(x.numel() for x in transformers.Qwen3ForCausalLM(config).parameters())
-    weights *= getattr(torch, dtype).itemsize
-
-    def resident_mib():
-        gc.collect()
-        return psutil.Process().memory_info().rss / 2**20
-
-    settings = {"load_format": "dummy", "max_num_seqs": 4, "kv_cache_bytes": 256 << 20, "pin_threads": False}
-    with LLM(tmp_path, **settings, dtype=dtype) as llm:
-        for cache in llm.llm_engine.runner.caches:  # memory is taken where the cache is written
-            cache.k.fill_(1)
-            cache.v.fill_(1)
-        awake = resident_mib()
-        llm.sleep()
-        asleep = resident_mib()
-        assert awake - asleep > 0.95 * 256
-        llm.sleep(level=2)
-        assert asleep - resident_mib() > 0.95 * weights / 2**20

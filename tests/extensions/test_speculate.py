@@ -213,6 +213,17 @@ def test_no_sequence_is_preempted_for_a_draft():
     assert [len(seq.block_table) for seq in scheduler.running] == [1, 3]
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"), [({}, 8), ({"max_drafting_seqs": 2}, 8), ({"max_drafting_seqs": 1}, 1)]
+)
+def test_there_are_no_drafts_while_too_many_sequences_run(limit, expected):
+    scheduler = drafting_scheduler(num_blocks=9, block_size=4, propose=nines, **limit)
+    for i in range(2):
+        scheduler.add(make_sequence(i, [i] * 3, max_tokens=9))
+    run_step(scheduler)
+    assert counts(run_step(scheduler)) == {0: expected, 1: expected}
+
+
 def test_tokens_from_bursts_are_found_by_the_prefix_cache(tmp_path):
     path = chain_checkpoint(tmp_path, "abcdefgh")
     hits = []
@@ -244,6 +255,7 @@ def test_tokens_from_bursts_are_found_by_the_prefix_cache(tmp_path):
         ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min"),
         ({**NGRAM, "prompt_lookup_min": 4}, "at most prompt_lookup_max, got 4 and 3"),
         ({**NGRAM, "prompt_lookup": 4}, "did you mean 'prompt_lookup_"),
+        ({**NGRAM, "max_num_seqs": 0}, "max_num_seqs"),
         (4, "speculative_config must be a dict"),
     ],
 )

@@ -138,16 +138,6 @@ def test_only_the_tokenizer_of_another_model_is_fetched(hub):
     assert hub.fetched == {*TOKENIZER, "additional_chat_templates/rag.jinja"}
 
 
-def test_modules_of_a_pooling_model_are_fetched(hub):
-    (hub.root / "1_Pooling").mkdir()
-    (hub.root / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    places, kind = {"": "Transformer", "1_Pooling": "Pooling"}, "sentence_transformers.models."
-    modules = [{"path": path, "type": kind + name} for path, name in places.items()]
-    (hub.root / "modules.json").write_text(json.dumps(modules))
-    assert open_checkpoint(MODEL, runner="pooling").pooling.kind == "MEAN"
-    assert hub.fetched == {*CONFIGS, "modules.json", "1_Pooling/config.json", "model.safetensors"}
-
-
 def test_only_the_named_gguf_file_is_fetched(hub):
     (hub.root / "model-Q4_0.gguf").write_bytes(b"GGUF")
     (hub.root / "model-Q8_0.gguf").write_bytes(b"GGUF")

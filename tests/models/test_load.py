@@ -118,6 +118,8 @@ def typed(dtype):
 
 
 ELSE = "{}.* is not supported: its config belongs to Qwen3"
+POOLING = "ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel"
+POOLS = "it embeds, scores or classifies texts; nanoengine only generates text"
 UNFIT = rf"of another shape than the config requires: .*{NORM}"
 NO_WEIGHTS = torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn
 # A change to a checkpoint, and the error, or both errors where implementations differ
@@ -128,8 +130,10 @@ DAMAGES = [
     (config(architectures=["LlamaForCausalLM"]), ("'qwen3' does not belong to Llama", ELSE.format("Llama"))),
     *(
         (config(architectures=[name]), (f"'{name}' is not supported; supported: Llama", ELSE.format(name)))
-        for name in ("GemmaForCausalLM", "Qwen3ForSequenceClassification")
+        for name in ("GemmaForCausalLM", "Qwen3Unheard")
     ),
+    *((config(architectures=[f"Qwen3{name}"]), f"Qwen3{name} is not supported: {POOLS}") for name in POOLING),
+    (content("modules.json", []), f"Qwen3ForCausalLM is not supported: {POOLS}"),
     (tensors(lambda t: t.pop(MISSING)), rf"lacks 1 tensors, the first is '{MISSING}'"),
     (tensors(lambda t: t.update(mystery=torch.zeros(2))), "'mystery' which the architecture does not have"),
     (tensors(lambda t: t.update({NORM: torch.zeros(63)})), (rf"'{NORM}' has shape \(63,\)", UNFIT)),
@@ -148,7 +152,7 @@ DAMAGES = [
 def test_a_checkpoint_that_cannot_be_served_is_refused_by_field_tensor_or_file(copy, damage, message, impl):
     damage(copy)
     message = message if isinstance(message, str) else message[impl == "transformers"]
-    refuse(copy, message, model_impl=impl, runner="generate")
+    refuse(copy, message, model_impl=impl)
 
 
 @pytest.mark.parametrize("theta", [0, -1.0, float("nan")])
@@ -527,11 +531,6 @@ def test_boolean_mask_in_an_old_checkpoint_is_ignored(tmp_path, tmp_path_factory
     mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}
     change_tensors(tmp_path / "model", lambda t: t.update(mask))
     check_served(tmp_path / "model", model)
-
-
-def test_a_classifier_without_its_head_is_refused(copy):
-    edit_config(copy, architectures=["Qwen3ForSequenceClassification"])
-    refuse(copy, "lacks tensor 'score.weight', the classifier's head")
 
 
 def test_code_in_a_checkpoint_runs_only_if_trusted(copy):

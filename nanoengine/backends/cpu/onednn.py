@@ -14,8 +14,17 @@ class OneDNNLinear(nn.Module):
         super().__init__()
         self.bias = layer.bias
         self.weight = layer.weight.new_empty(0, layer.in_features)  # some models read its dtype
-        self.shape = layer.weight.shape
         self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Return whether the layer was made from this weight, (out, in)."""
+        return torch.equal(self.packed.to_dense(), weight)
+
+    def load_rows(self, first: int, weight: Tensor) -> None:
+        """Replace rows of the weight from `first` on."""
+        whole = self.packed.to_dense()
+        whole[first : first + len(weight)] = weight
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (T, in) -> (T, out)."""

@@ -52,6 +52,34 @@ class PackedLinear(nn.Module):
         """Return rows (..) of the weight: (.., in)."""
         return self.kernels.unpack_rows(self.packed, rows, self.in_features, self.dtype, self.form)
 
+    def pack(self, weight: Tensor) -> Tensor:
+        """Return rows of a new weight, (rows, in), in the layer's layout, and quantized if the layer is."""
+        weight = weight.to(self.packed.device, self.dtype)
+        if not self.form.bits:
+            return self.kernels.pack(weight)
+        from nanoengine.backends.quantize import quantize
+
+        return self.kernels.pack_integers(quantize(weight, self.form.bits), self.form.activation_bits)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Return whether the layer was made from this weight, (out, in)."""
+        return torch.equal(self.packed, self.pack(weight))
+
+    def are_blocks(self, first: int, end: int) -> bool:
+        """Return whether rows [first, end) can be packed without the rows beside them."""
+        outputs = self.kernels.num_outputs
+        return first % outputs == 0 and (end % outputs == 0 or end == self.out_features)
+
+    def load_rows(self, first: int, weight: Tensor) -> None:
+        """Replace rows from `first` on, in place, because kernels hold addresses."""
+        end = first + len(weight)
+        if not self.are_blocks(first, end):
+            whole = self.weight
+            whole[first:end] = weight
+            weight, first, end = whole, 0, self.out_features
+        outputs = self.kernels.num_outputs
+        self.packed[first // outputs : -(-end // outputs)] = self.pack(weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (.., in) -> (.., out)."""
         if x.dtype != self.dtype:  # nn.Linear raises too
