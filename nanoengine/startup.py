@@ -15,7 +15,6 @@ from nanoengine.config import FILE_FORMATS, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.load import load_model
-from nanoengine.optional import load
 from nanoengine.sampling.sampler import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, phase, uninterrupted
@@ -75,23 +74,31 @@ def start_runner(
         try:
             model = load_model(checkpoint, config, **where, shard=shard, pack=device.pack)
         except torch.OutOfMemoryError as error:
-            from nanoengine.models.weights import describe_weights
+            from nanoengine.models.load import describe_weights
 
             needed = describe_weights(checkpoint, config, dtype, shard)
             raise ValueError(f"no room on {torch_device} for the weights: {needed}; {error}") from error
     digest = b""
     if config.kv_store is not None:
-        from nanoengine.models.weights import digest_weights
+        from nanoengine.models.load import digest_weights
 
         digest = digest_weights(model)  # before `prepare` packs them
     specs = model.kv_specs
     if config.kv_cache_dtype == "int8":
-        specs = load("contrib.int8_cache", "kv_cache_dtype").in_int8(specs)
+        from nanoengine.contrib.int8_cache import in_int8
+
+        specs = in_int8(specs)
     groups = group(specs, max_model_len)
     states = getattr(model, "states", None)
     has_states, state_bytes = states is not None, 0 if states is None else states.slot_bytes
     with phase("packing"):
         device.prepare(model)
+        if device.is_exact:
+            from nanoengine.contrib.exact import make_exact
+            from nanoengine.models.hf import HFModel
+
+            if isinstance(model, HFModel):
+                make_exact(model)
     draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits), rank=device.fuse(sort_keys))
     is_processed = config.logprobs_mode == "processed_logprobs"
     sample = partial(sample_rows, draw=draw, reports_processed=is_processed)

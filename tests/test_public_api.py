@@ -164,7 +164,7 @@ def test_no_state_lives_outside_objects(tmp_path_factory):
     for name in ("models.hf", "backends.cpu.onednn"):
         importlib.import_module(f"nanoengine.{name}")
     before = shared_state()
-    assert "nanoengine.models.names.FUSED." in before
+    assert "nanoengine.models.load.FUSED." in before
     for settings in ({}, {"model_impl": "transformers"}, {"async_scheduling": True, "enforce_eager": True}):
         with LLM(DEMO, num_kv_blocks=20, dtype="bfloat16", **settings) as llm:
             llm.generate(["a", "b"], SamplingParams(logprobs=1, n=2), use_tqdm=False)

@@ -19,7 +19,6 @@ from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.memory import Available, available_memory
 from nanoengine.backends.quantized import Pack
 from nanoengine.config import EngineConfig
-from nanoengine.optional import load
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -128,6 +127,11 @@ class Device:
         self.config = config
         self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether kernels give the same bits under any schedule. Then the model's own code must too."""
+        return False
+
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to compute in if the config or the checkpoint asks for this one.
 
@@ -182,7 +186,7 @@ class Device:
         asked, notes = self.config.attn_backend, list[str]()
         backends: Iterable[type[PagedAttention]] = self.backends
         if self.config.kv_cache_dtype == "int8":
-            backends = load("contrib.int8_cache", "kv_cache_dtype").of_backends(backends)
+            backends = map(_with_int8_cache, backends)
             settings |= {"an int8 cache"}
         for backend in backends:
             if asked not in ("auto", backend.name):
@@ -240,3 +244,16 @@ class Device:
 
     def release(self) -> None:
         """Return memory to the system. Called after the tensors are deleted."""
+
+
+def _with_int8_cache(backend: type[PagedAttention]) -> type[PagedAttention]:
+    """Return the backend for an int8 cache. The compiled kernels read both."""
+    if backend is TorchAttention:
+        from nanoengine.contrib.int8_cache import Int8Attention
+
+        return Int8Attention
+    if backend.name == "triton":
+        from nanoengine.contrib.int8_triton import Int8TritonAttention
+
+        return Int8TritonAttention
+    return backend

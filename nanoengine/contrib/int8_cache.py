@@ -4,14 +4,11 @@ Each token's K and V are rounded per head. Code that copies, stores or counts bl
 compiled kernels read the same layout (cpu/cache.h). Shape letters are as in kv_cache.py.
 """
 
-from collections.abc import Iterable, Iterator
-
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import PagedAttention, TorchAttention
+from nanoengine.backends.attention import TorchAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.optional import load
 
 SCALE_BYTES = 4  # of a head's float32 scale
 TINY = 2.0**-100  # heads with only smaller numbers become 0: the scale's reciprocal could be infinite
@@ -43,15 +40,6 @@ def dequantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
     integers, scales = rows.flatten(-2).tensor_split([-SCALE_BYTES * num_heads], dim=-1)
     scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (integers.reshape(*rows.shape[:-1], -1) * scales.unsqueeze(-1)).to(dtype)
-
-
-def of_backends(backends: Iterable[type[PagedAttention]]) -> Iterator[type[PagedAttention]]:
-    """Yield the backends, those of PyTorch and Triton for an int8 cache."""
-    for backend in backends:
-        if backend.name == "triton":
-            yield load("contrib.int8_triton", "kv_cache_dtype").Int8TritonAttention
-        else:
-            yield Int8Attention if backend is TorchAttention else backend
 
 
 class Int8Attention(TorchAttention):

@@ -19,7 +19,7 @@ from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.config import EngineConfig
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.names import destinations, saved_names
+from nanoengine.models.load import destinations, saved_names
 
 
 class Place(NamedTuple):

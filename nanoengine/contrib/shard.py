@@ -5,7 +5,7 @@ Source: Megatron-LM, https://arxiv.org/abs/1909.08053
 
 from dataclasses import dataclass, replace
 
-from nanoengine.models.decoder import DecoderConfig
+from nanoengine.models.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer
 
-from nanoengine.models.decoder import SUPPORTED_ARCHITECTURES, DecoderConfig, architecture_of, rope_settings
+from nanoengine.models.decoder_config import (
+    SUPPORTED_ARCHITECTURES,
+    DecoderConfig,
+    architecture_of,
+    rope_settings,
+)
 from nanoengine.models.files import (
     Files,
     Reader,
@@ -28,7 +34,6 @@ if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that nee
 
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
 GENERATION_CONFIG = "generation_config.json"
-GGUF = "a GGUF file"
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
@@ -58,12 +63,19 @@ class Checkpoint:
         """Return a reader of the tensors, without those that only draft tokens."""
         if self.gguf is not None:
             return self.gguf if self.gguf.is_current() else type(self.gguf)(self.path)
-        rename = load("models.hf_config", "a multimodal model").name_in_part if self.is_part else None
+        rename: Callable[[str], str | None] | None = None
+        if self.is_part:
+            from nanoengine.models.hf_config import name_in_part
+
+            rename = name_in_part
         if self.quantization is None:
             files = Files(self.path, rename)
         else:
-            formats = load("models.formats", "a quantized checkpoint")
-            files = formats.QuantizedFiles(self.path, rename, formats.choose_format(self.quantization))
+            from nanoengine.models.formats import QuantizedFiles, choose_format
+
+            weight_format = choose_format(self.quantization)
+            assert weight_format is not None
+            files = QuantizedFiles(self.path, rename, weight_format)
         if unused := [name for name in files.headers if self.is_draft_tensor(name)]:
             logging.getLogger(__name__).warning(
                 "%s: ignoring %d tensors of layers that the config does not have, the first is %r",
@@ -185,7 +197,7 @@ def open_checkpoint(
     fields = read_json(path / "config.json", default={}) if hf_overrides else {}
     generation = read_json(path / GENERATION_CONFIG, default={})
     with phase("header"):
-        gguf = None if path.is_dir() else load("models.gguf", GGUF).GGUFFile(path)
+        gguf = None if path.is_dir() else _open_gguf(path)
     with phase("config"):
         config = read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
     part = None  # the language model's config, if the model is multimodal
@@ -202,7 +214,8 @@ def open_checkpoint(
                 "it embeds, scores or classifies texts; nanoengine only generates text"
             )
         if stated := getattr(config, "quantization_config", None):
-            choose_reader = load("models.formats", "a quantized checkpoint").choose_reader
+            from nanoengine.models.formats import choose_reader
+
             quantization = choose_reader(stated, config, part, model_impl)
         if model_impl != "transformers" and (quantization is not None or not stated):
             try:
@@ -249,8 +262,9 @@ def open_checkpoint(
 def _load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" = None) -> Any:
     """Return the tokenizer of a directory or a GGUF file, or None if there is none."""
     if path.is_file():
-        gguf = load("models.gguf", GGUF).GGUFFile(path) if gguf is None else gguf
-        return load("models.gguf_tokenizer", GGUF).load_gguf_tokenizer(gguf)
+        from nanoengine.models.gguf_tokenizer import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(_open_gguf(path) if gguf is None else gguf)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
@@ -267,6 +281,12 @@ def _load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None"
     if not loaded.is_fast:
         raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
     return loaded
+
+
+def _open_gguf(path: Path) -> "GGUFFile":
+    from nanoengine.models.gguf import GGUFFile
+
+    return GGUFFile(path)
 
 
 def _resolve(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoengine.models.hf_config import OWN_ATTENTION
+
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
     """Return paged attention, (1, H, T, D), for q (1, H, T, D), k and v (1, K, T, D)."""
@@ -141,6 +143,7 @@ METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "rembert": {"RemBertSelfAttention.forward": _bert_attention},
     "xglm": {"XGLMAttention.forward": _xglm_attention},
 }
+assert METHODS.keys() == OWN_ATTENTION
 
 
 def replace_attention(causal_lm: Any) -> None:

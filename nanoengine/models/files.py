@@ -1,7 +1,7 @@
 """Reads a checkpoint's safetensors files by name, and has the checks that every checkpoint needs."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -174,6 +174,31 @@ def check_fields(path: Path, hf_config: Any) -> None:
             sizes = value if isinstance(value, list) else [value]  # one per layer, or one for all
             if value is not None and not all(isinstance(size, int) and 0 <= size <= limit for size in sizes):
                 raise ValueError(f"{path}: {field} must be an integer in [0, {limit}], got {value!r:.99}")
+
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
+
+
+class MisfitError(ValueError):
+    """Raised if the files do not hold exactly the tensors of the model."""
+
+
+def check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) -> None:
+    """Raise ValueError if a parameter would be filled with anything but floats of at least 16 bits."""
+    for name, header in headers.items():
+        if header.dtype not in FLOAT_DTYPES and (name in parameters or name.endswith(".weight")):
+            raise ValueError(
+                f"{header.file} holds tensor {name!r} as {header.dtype}; "
+                f"a weight must be one of {', '.join(FLOAT_DTYPES)}"
+            )
+
+
+def refuse_misfit(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
+    """Raise MisfitError if a tensor is missing or unexpected."""
+    if names := sorted(missing):
+        raise MisfitError(f"{path} lacks {len(names)} tensors, the first is {names[0]!r}")
+    if names := sorted(unexpected):
+        raise MisfitError(f"{path} holds tensor {names[0]!r} which the architecture does not have")
 
 
 class UnsupportedModelError(ValueError):

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanoengine.backends.cores import on_all_cores
-from nanoengine.backends.quantized import Pack, PackedEmbedding, Quantized, floats
-from nanoengine.models.decoder import Decoder
-from nanoengine.models.files import Files, Reader, TensorHeader, UnsupportedModelError
-from nanoengine.models.names import saved_names, source_of
+from nanoengine.backends.quantized import Quantized
+from nanoengine.models.files import Files, TensorHeader, UnsupportedModelError
 
 Tensors = Mapping[str, Tensor]  # the parts of one weight, by the ends of their names
 Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all of them
@@ -421,51 +418,3 @@ class QuantizedFiles(Files):
         except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
             found = f"tensor {name!r}, {self.weight_format.name},"
             raise ValueError(f"{self.path}: {found} is invalid: {error}") from error
-
-
-def find_quantized(model: Decoder, files: Reader, changed: set[str]) -> dict[str, list[str]]:
-    """Return the layers with quantized weights in the files, and the names of these weights there.
-
-    These layers lose their weight parameters, so no memory is allocated for them. Layers that an adapter
-    changes are left out: their weights are dequantized.
-    """
-    quantized = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, nn.Linear | nn.Embedding):
-            own_names = saved_names(f"{path}.weight")
-            names = [source_of(name, files) for name in own_names]
-            if all(map(files.is_quantized, names)) and not changed & {*own_names}:
-                quantized[path] = names
-    for path in quantized:
-        model.get_submodule(path).register_parameter("weight", None)
-    return quantized
-
-
-def fill_quantized(
-    model: Decoder,
-    quantized: dict[str, list[str]],
-    read: Callable[[str], Any],
-    pack: Pack | None,
-    dtype: torch.dtype,
-) -> None:
-    """Replace these layers with what `pack` returns, or dequantize their weights. Tied layers share one."""
-
-    def make(path: str) -> nn.Module | nn.Parameter:
-        parts = [read(name) for name in quantized[path]]
-        if pack is not None and all(isinstance(part, Quantized) for part in parts):
-            layer: Any = model.get_submodule(path)
-            if (packed := pack(Quantized.cat(parts), getattr(layer, "bias", None), dtype)) is not None:
-                return packed
-        weight = torch.cat([floats(part, dtype) for part in parts]).to(model.norm.weight.device)
-        return nn.Parameter(weight, requires_grad=False)
-
-    paths = {tuple(names): path for path, names in reversed(quantized.items())}  # the first layer of each
-    made = dict(zip(paths, on_all_cores("packing weights", make, paths.values()), strict=True))
-    for path, names in quantized.items():
-        layer, new = model.get_submodule(path), made[tuple(names)]
-        if isinstance(new, nn.Parameter):
-            layer.weight = new
-        else:
-            model.set_submodule(
-                path, PackedEmbedding.of(layer, new) if isinstance(layer, nn.Embedding) else new
-            )

@@ -22,9 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoengine.backends.quantized import Quantized
-from nanoengine.models.decoder import Decoder, DecoderConfig
 from nanoengine.models.files import TensorHeader, UnsupportedModelError, as_value_error, check_fields
-from nanoengine.models.names import check_fit
 
 try:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -276,16 +274,14 @@ class GGUFFile:
         with as_value_error(self.path):
             config = self._known_config() if self.is_known else self._other_config()
         check_fields(self.path, config)
-        with torch.device("meta"):
-            if self.is_known:
-                check_fit(Decoder(DecoderConfig.from_hf(config)), self.headers, self.path)
-                return config
-            with as_value_error(self.path):
-                auto: Any = AutoModelForCausalLM
-                needed = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
-                held = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
-                if needed > 2 * held:  # twice as many, because a tied head may be counted twice
-                    raise ValueError(f"its config describes {needed} weights, but it has {held}")
+        if self.is_known:
+            return config  # `load.check_fit` compares it with the tensors
+        with torch.device("meta"), as_value_error(self.path):
+            auto: Any = AutoModelForCausalLM
+            needed = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+            held = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+            if needed > 2 * held:  # twice as many, because a tied head may be counted twice
+                raise ValueError(f"its config describes {needed} weights, but it has {held}")
         return config
 
     def _known_config(self) -> Any:

@@ -29,7 +29,7 @@ from nanoengine.backends.quantized import Pack, Quantized, floats
 from nanoengine.config import EngineConfig
 from nanoengine.models.checkpoint import SERVED_DTYPES, Checkpoint
 from nanoengine.models.eager import METHODS, replace_attention
-from nanoengine.models.files import UnsupportedModelError, as_value_error
+from nanoengine.models.files import UnsupportedModelError, as_value_error, check_dtypes, refuse_misfit
 from nanoengine.models.hf_config import (
     ATTENTION_NAME,
     ATTENTION_TYPES,
@@ -38,8 +38,6 @@ from nanoengine.models.hf_config import (
     check_config,
 )
 from nanoengine.models.linear import use_linear_layers
-from nanoengine.models.names import check_dtypes, refuse_misfit
-from nanoengine.optional import load
 
 # The allowed difference between two trial passes, relative to the norm of a token's queries, keys or hidden
 # state. Passes of one shape differ at most in the order of sums, by less than 1e-6 in float32. A wrong
@@ -203,9 +201,11 @@ class HFModel(nn.Module):
             module.paged_attend = self._relay
             module._load_state_dict_pre_hooks.clear()  # Mamba2's hook is a reference cycle
         mixers = [module for module in causal_lm.modules() if is_mixer(type(module))]
-        self.states = (
-            load("models.states", "a model with recurrent states").States(mixers) if mixers else None
-        )
+        self.states = None
+        if mixers:
+            from nanoengine.models.states import States
+
+            self.states = States(mixers)
         self.kv_specs: list[KVSpec] = []  # what attention stores per token, in call order
         self.attention_settings: frozenset[str] = frozenset()  # used by the layers, other than a scale
         self._probe(max_model_len)
@@ -420,9 +420,11 @@ def _load_transformers(
     ]
     refuse_misfit(path, missing=set(report["missing_keys"]), unexpected=unexpected)
     changed: set[str] = set()
-    adapter: Any = None
+    adapter = None
     if config.lora is not None:
-        adapter = load("contrib.lora", "lora").Adapter(Path(config.lora))
+        from nanoengine.contrib.lora import Adapter
+
+        adapter = Adapter(Path(config.lora))
         names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}
         ends = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         tied = [names[end] for end in ends if end is not None and end.weight is ends[0].weight]

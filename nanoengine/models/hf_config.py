@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from nanoengine.models.decoder import rope_settings
+from nanoengine.models.decoder_config import rope_settings
 from nanoengine.models.files import UnsupportedModelError, as_value_error
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # layer types
@@ -28,6 +28,13 @@ OTHER_TYPES = (
     *("attention", "moe", "mlp"),
 )
 ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
+# Types of models that compute attention in their own code, which eager.py replaces.
+OWN_ATTENTION = frozenset(
+    (
+        *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt"),
+        *("openai-gpt", "rembert", "xglm"),
+    )
+)
 ATTENTION_NAME = "nanoengine"  # the name under which hf.py registers its attention in transformers
 
 # Multimodal models for whose text config transformers has a causal LM.
@@ -168,9 +175,7 @@ def attention_implementation(config: Any) -> str:
         )
     if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return ATTENTION_NAME
-    from nanoengine.models.eager import METHODS  # imported late: few models need it
-
-    if config.model_type in METHODS:
+    if config.model_type in OWN_ATTENTION:
         if not getattr(config, "is_decoder", True):
             raise UnsupportedModelError("its attention is not causal")
         return "eager"

@@ -24,7 +24,8 @@ from nanoengine.backends.cpu.scans import StateKernels
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.quantize import quantize
 from nanoengine.backends.quantized import Quantized
-from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
+from nanoengine.models.decoder import DecoderLayer, RMSNorm, rotate
+from nanoengine.models.decoder_config import DecoderConfig
 from tests.attention import INT8, metadata_of
 
 

@@ -30,7 +30,7 @@ from nanoengine.contrib.processes import Workers
 from nanoengine.contrib.shard import Shard
 from nanoengine.engine import build_inputs
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.models.decoder import DecoderConfig
+from nanoengine.models.decoder_config import DecoderConfig
 from nanoengine.steps import EngineDeadError
 from tests import doubles
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts

@@ -21,8 +21,10 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from nanoengine.backends.quantized import floats
 from nanoengine.models.checkpoint import open_checkpoint
+from nanoengine.models.decoder import Decoder
 from nanoengine.models.gguf import SCALARS, GGUFFile, Header
 from nanoengine.models.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
+from nanoengine.models.load import check_fit
 from tests.helpers import TINY
 from tests.models.test_formats import close, gguf_writer, merging_tokenizer, write_gguf
 
@@ -225,6 +227,9 @@ def load(path):
     """Open a file and read all of its tensors, as a start does."""
     checkpoint = open_checkpoint(str(path))
     file = checkpoint.open_files()
+    if checkpoint.decoder_config is not None:
+        with torch.device("meta"):
+            check_fit(Decoder(checkpoint.decoder_config), file.headers, path)
     return checkpoint, {x.name: floats(file.read(name), torch.float32) for name, x in file.headers.items()}
 
 

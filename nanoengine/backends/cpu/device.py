@@ -18,7 +18,6 @@ from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.memory import keep_freed_memory
 from nanoengine.backends.quantized import Quantized
 from nanoengine.config import EngineConfig
-from nanoengine.optional import load
 
 
 class CPU(Device):
@@ -85,14 +84,17 @@ class CPU(Device):
             raise ValueError(f"activations='int8' needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
             model.use_linear_layers()
-            if self.kernels is not None and self.kernels.are_exact:
-                load("contrib.exact", "-DEXACT").make_exact(model)
         pack_weights(model, self.kernels, self.bits, self._activation_bits(next(model.parameters()).dtype))
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)
             for i, layer in enumerate(model.layers):
                 if CompiledLayer.can_hold(layer):
                     model.layers[i] = CompiledLayer(layer, self.kernels, i == len(model.layers) - 1)
+
+    @property
+    def is_exact(self) -> bool:
+        """See the base class."""
+        return self.kernels is not None and self.kernels.are_exact
 
     def running(self) -> AbstractContextManager[object]:
         """See the base class."""
