@@ -25,7 +25,6 @@ from nanoengine.models.files import (
     read_config,
     read_json,
 )
-from nanoengine.optional import load
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import phase
 
