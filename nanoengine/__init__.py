@@ -1,9 +1,8 @@
 """nanoengine: a vLLM that you can read in an evening, and run."""
 
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from nanoengine.optional import load
 
 if TYPE_CHECKING:  # tells type checkers and editors where the names of _NAMES are defined
     from nanoengine.async_llm import *
@@ -39,7 +38,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that the command's --help does not import PyTorch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(load(_MODULE_OF[name], name), name)
+    return getattr(import_module(f"nanoengine.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -6,19 +6,65 @@ A subcommand's module is imported when it runs, so that listing them needs neith
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 from nanoengine import __version__
-from nanoengine.optional import MissingFileError, load
 
-# name -> module, function, the extra that installs its dependencies, description
+Command = Callable[[list[str]], None]
+
+
+def find_run() -> Command:
+    """Answer a few questions with a model; by default the bundled one."""
+    from nanoengine.apps.ask import run
+
+    return run
+
+
+def find_chat() -> Command:
+    """Hold a conversation in the terminal."""
+    from nanoengine.apps.ask import chat
+
+    return chat
+
+
+def find_serve() -> Command:
+    """Start an OpenAI-compatible server, with a chat page."""
+    from nanoengine.apps.server import main
+
+    return main
+
+
+def find_bench() -> Command:
+    """Measure one workload on this machine."""
+    from nanoengine.apps.bench import main
+
+    return main
+
+
+def find_trace() -> Command:
+    """Make a page, or a timeline, of a recorded run."""
+    from nanoengine.contrib.viewer import main
+
+    return main
+
+
+def find_lab() -> Command:
+    """Run the scheduler under a cost model, in place of a device."""
+    from nanoengine.contrib.lab_command import main
+
+    return main
+
+
+# name -> a function that imports the command, and whose docstring describes it
 COMMANDS = {
-    "run": ("apps.ask", "run", "", "ask a model a few questions; by default the bundled one"),
-    "chat": ("apps.ask", "chat", "", "hold a conversation in the terminal"),
-    "serve": ("apps.server", "main", "serve", "an OpenAI-compatible server, and a page to chat"),
-    "bench": ("apps.bench", "main", "", "measure one workload on this machine"),
-    "trace": ("contrib.viewer", "main", "", "make a page, or a timeline, of a recorded run"),
-    "lab": ("contrib.lab_command", "main", "", "the scheduler under a cost model, in place of a device"),
+    "run": find_run,
+    "chat": find_chat,
+    "serve": find_serve,
+    "bench": find_bench,
+    "trace": find_trace,
+    "lab": find_lab,
 }
+EXTRAS = {"serve": "serve"}  # command -> the extra that installs its dependencies
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,28 +80,25 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for name, (*_, what) in COMMANDS.items():
-        commands.add_parser(name, help=what, add_help=False)
+    for name, find in COMMANDS.items():
+        commands.add_parser(name, help=find.__doc__, add_help=False)
     command = parser.parse_args(arguments[:1]).command  # the subcommand parses the rest
     if command is None:
         parser.print_help()
         return
-    module, function, extra, _ = COMMANDS[command]
     handler = signal.getsignal(signal.SIGINT)  # a shell's background job ignores Ctrl-C
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # an import may lose a KeyboardInterrupt
     try:
-        app = load(module, f"nanoengine {command}")
-    except MissingFileError as error:
-        parser.error(str(error))
+        run = COMMANDS[command]()
     except ModuleNotFoundError as error:
-        if not extra:
+        if command not in EXTRAS:
             raise
-        parser.error(f"nanoengine {command} needs {error.name}: pip install 'nanoengine[{extra}]'")
+        parser.error(f"nanoengine {command} needs {error.name}: pip install 'nanoengine[{EXTRAS[command]}]'")
     finally:
         signal.signal(signal.SIGINT, handler)
     try:
-        getattr(app, function)(arguments[1:])
+        run(arguments[1:])
     except KeyboardInterrupt:
         sys.exit(130)
 

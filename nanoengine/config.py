@@ -10,8 +10,8 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 
+from nanoengine.apps.flags import add_flags
 from nanoengine.compat import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
-from nanoengine.optional import load
 from nanoengine.sampling_params import check_bool, check_integer, check_number, choices
 
 P = TypeVar("P")
@@ -165,13 +165,30 @@ class EngineConfig:
                 f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"
             )
         if self.kv_store is not None:
-            load("contrib.stores", "kv_store").check_config(self)
+            self._check_kv_store()
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):
             raise TypeError(f"lora must be a directory with an adapter, got {self.lora!r}")
         if self.lora is not None and self.tensor_parallel_size != 1:
             raise ValueError(f"lora needs tensor_parallel_size=1, got {self.tensor_parallel_size}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
+
+    def _check_kv_store(self) -> None:
+        store = self.kv_store
+        is_store = all(callable(getattr(store, name, None)) for name in ("get", "put", "touch", "delete"))
+        if not is_store and not (isinstance(store, (str, Path)) and str(store)):
+            raise TypeError(
+                "kv_store must be a directory, a redis:// address, or have the methods get, put, touch and "
+                f"delete, got {store!r}"
+            )
+        if not self.enable_prefix_caching:
+            raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
+        if self.trace is not None:
+            raise ValueError("kv_store cannot be combined with trace, which does not record loaded blocks")
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                "kv_store needs tensor_parallel_size=1: a rank only has the K and V of its heads"
+            )
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:
@@ -180,7 +197,7 @@ class EngineConfig:
         Settings in `compat.INSTEAD` get their defaults, because vLLM's scripts read them.
         """
         target: Any = parser
-        load("apps.flags", "a command-line flag").add_flags(target, cls)
+        add_flags(target, cls)
         target.set_defaults(**{name: row[1] if row[1:] else None for name, row in INSTEAD.items()})
         target.set_defaults(
             **{item.name: item.default for item in fields(cls) if item.default is not MISSING}

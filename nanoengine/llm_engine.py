@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
@@ -24,12 +24,15 @@ from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.optional import OptionalMethod, load
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.startup import Started, start_runner
+from nanoengine.started import Started
+from nanoengine.startup import start_runner
 from nanoengine.steps import Owner, log, uninterrupted
+
+if TYPE_CHECKING:  # imported when metrics are read
+    from nanoengine.extensions.metrics import Metric
 
 # ---- The engine ----------------------------------------------------------------------------------
 
@@ -67,11 +70,14 @@ class LLMEngine:
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
         if config.tensor_parallel_size > 1:
-            start = partial(load("contrib.parallel", "tensor_parallel_size").start_ranks, start)
-        self.draft_model: Any = None
+            from nanoengine.contrib.parallel import start_ranks
+
+            start = partial(start_ranks, start)
+        self.draft_model = None
         if config.speculation is not None and config.speculation.model is not None:
-            drafts = load("contrib.drafts", "a draft model")
-            self.draft_model = drafts.DraftModel.start(config, self.checkpoint, self.max_model_len)
+            from nanoengine.contrib.drafts import DraftModel
+
+            self.draft_model = DraftModel.start(config, self.checkpoint, self.max_model_len, start_runner)
             start = partial(start, beside_bytes=self.draft_model.block_bytes)
         self.started = start(config, self.checkpoint, self.max_model_len)
         self.core = self._assemble()
@@ -87,14 +93,17 @@ class LLMEngine:
         self._stats = RequestStats(self.max_model_len)  # counts finished requests
         self._processors: list[Any] = []  # the engine's logits processors; a request may add its own
         if config.logits_processors:
-            find = load("contrib.processors", "logits_processors").find_functions
-            self._processors = find(config.logits_processors)
+            from nanoengine.contrib.processors import find_functions
+
+            self._processors = find_functions(config.logits_processors)
         self._reloader: Any = None  # set when weights are replaced
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
         if config.trace is not None:
+            from nanoengine.contrib.trace import Tracer
+
             requests = self._request_of
-            self._tracer = load("contrib.trace", "trace").Tracer(
+            self._tracer = Tracer(
                 self.scheduler,
                 config.trace,
                 model=config.model,
@@ -127,9 +136,10 @@ class LLMEngine:
         make_core: Callable[..., EngineCore] = EngineCore
         make_scheduler: Callable[..., Scheduler] = Scheduler
         if config.kv_store is not None:
-            kvstore = load("contrib.kvstore", "kv_store")
-            settings["connector"] = kvstore.connect(config, started, self.checkpoint.hf_config)
-            make_blocks, make_core = kvstore.StoringBlockManager, kvstore.StoringCore
+            from nanoengine.contrib.kvstore import StoringBlockManager, StoringCore, connect
+
+            settings["connector"] = connect(config, started, self.checkpoint.hf_config)
+            make_blocks, make_core = StoringBlockManager, StoringCore
         elif started.num_state_slots:
             from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
 
@@ -198,8 +208,9 @@ class LLMEngine:
         """Yield a factory per logits processor of a sample: the request's, the engine's, the grammar's."""
         params = checked.params
         if functions := [*(params.logits_processors or ()), *self._processors]:
-            make = load("contrib.processors", "logits_processors").FunctionProcessor
-            yield from (partial(make, one) for one in functions)
+            from nanoengine.contrib.processors import FunctionProcessor
+
+            yield from (partial(FunctionProcessor, one) for one in functions)
         if params.structured_outputs is not None:
             yield self._grammars.compile(params.structured_outputs)
 
@@ -351,13 +362,23 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise RuntimeError("there are unfinished requests: finish or abort them first")
         if self._reloader is None:
-            reloader = load("contrib.reload", "update_weights").Reloader
-            self._reloader = reloader(self.config, self.checkpoint, self.runner.model)
+            from nanoengine.contrib.reload import Reloader
+
+            self._reloader = Reloader(self.config, self.checkpoint, self.runner.model)
         self._reloader.update_weights(weights)
         self.reset_prefix_cache()
 
-    metrics = OptionalMethod("extensions.metrics")
-    get_metrics = OptionalMethod("extensions.metrics")
+    def metrics(self) -> dict[str, int | float]:
+        """Return counters since the start, and the state of the queues and the cache: see metrics.py."""
+        from nanoengine.extensions.metrics import metrics
+
+        return metrics(self)
+
+    def get_metrics(self) -> list["Metric"]:
+        """Return the metrics, and histograms of finished requests, in the form of vLLM's reader."""
+        from nanoengine.extensions.metrics import get_metrics
+
+        return get_metrics(self)
 
     def describe(self) -> str:
         """Describe the engine to the user: model code, attention backend, device, weights and cache."""

@@ -1,13 +1,14 @@
 """Defines `SamplingParams`, the parameters of a request, and the checks for values that users pass."""
 
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any, get_args
 
 from nanoengine.compat import SAMPLING_IGNORES, accepts
-from nanoengine.optional import load
 
 
 def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
@@ -80,6 +81,32 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     **{"temperature": (0.0, LARGEST), "top_p": (0.0, 1.0, True), "min_p": (0.0, 1.0)},
     **{"presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "repetition_penalty": (1e-4, 1e4)},
 }
+
+
+def num_arguments(processor: Any) -> int:
+    """Return how many arguments a logits processor takes. Raises TypeError unless it takes 2 or 3."""
+    if isinstance(processor, type):
+        raise TypeError(
+            f"logits_processors must be functions, got the class {processor.__name__}; "
+            "write a function (token_ids, logits) -> logits of one row instead"
+        )
+    for num in (2, 3):
+        with suppress(TypeError, ValueError):  # ValueError: a built-in without a signature
+            inspect.signature(processor).bind(*[None] * num)
+            return num
+    raise TypeError(
+        "logits_processors must take the output's token ids and the logits, or the prompt's token ids before "
+        f"these, got {processor!r}"
+    )
+
+
+def check_processors(given: Any) -> list[Callable[..., Any]]:
+    """Return logits_processors as a list. Raises TypeError if they are not functions."""
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"logits_processors must be a list, got {given!r}")
+    for one in given:
+        num_arguments(one)
+    return list(given)
 
 
 class RequestOutputKind(Enum):
@@ -223,8 +250,7 @@ class SamplingParams:
                 )
             checked["structured_outputs"] = replace(self.structured_outputs)
         if self.logits_processors is not None:
-            processors = load("contrib.processors", "logits_processors")
-            checked["logits_processors"] = processors.check_functions(self.logits_processors)
+            checked["logits_processors"] = check_processors(self.logits_processors)
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         checked["stop_strings"] = tuple(check_strings("stop", stop))
         if stop is self.stop:

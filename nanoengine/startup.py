@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,25 +17,10 @@ from nanoengine.models.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.load import load_model
 from nanoengine.sampling.sampler import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.started import Started
 from nanoengine.steps import Stopwatch, phase, uninterrupted
 
 MAX_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
-
-
-class Started(NamedTuple):
-    """Holds a runner that is ready to step, and the sizes that were chosen for it."""
-
-    runner: ModelRunner
-    num_blocks: int  # usable blocks: the null block is not counted
-    max_num_batched_tokens: int  # token budget of a step
-    dtype: torch.dtype
-    kv_specs: list[KVSpec]  # what each layer stores
-    kv_groups: list[KVGroup]  # layers that share block tables
-    weights_digest: bytes  # identifies the weights to a KV store
-    num_state_slots: int  # slots for recurrent states, without the reserved ones; 0: the model has none
-    state_bytes: int  # bytes of one sequence's recurrent state
-    memory: str  # for the user: "4.0 GiB of the 15.1 GiB available"; "" if the user chose the size
-    allocate: Callable[[int], None]  # replaces the KV cache with one of the given number of blocks
 
 
 def start_runner(

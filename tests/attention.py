@@ -6,9 +6,8 @@ import torch
 
 from nanoengine.backends.inputs import AttentionMetadata
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.optional import load
+from nanoengine.contrib import int8_cache
 
-INT8 = load("contrib.int8_cache", "a test")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Batches: (new tokens, tokens in all) per sequence.
 MIXED = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 16), (16, 16), (2, 17), (1, 100), (50, 90)]
@@ -111,7 +110,7 @@ def check_attention(
     new_slots = torch.cat([held[total - new :] for held, (new, total) in zip(slots, lens, strict=True)])
     metadata = metadata_of(lens, tables, new_slots, device)
     if int8:
-        caches = [INT8.quantize(cache) for cache in caches]
+        caches = [int8_cache.quantize(cache) for cache in caches]
     cache = KVCache(*(cache.to(device) for cache in caches))
     attention = backend(metadata, block_size)
     there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
@@ -124,7 +123,9 @@ def check_attention(
         full_k, full_v = past[i]
         full_k[-new:], full_v[-new:] = k[rows], v[rows]
         if int8:
-            full_k, full_v = (INT8.dequantize(INT8.quantize(x), torch.float32) for x in (full_k, full_v))
+            full_k, full_v = (
+                int8_cache.dequantize(int8_cache.quantize(x), torch.float32) for x in (full_k, full_v)
+            )
         expected = dense(q[rows], full_k, full_v, head_dim**-0.5, **settings)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out[rows].cpu().double(), expected, atol=tolerance, rtol=tolerance)

@@ -35,7 +35,7 @@ from nanoengine.extensions.structured import Grammars
 from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.sampling.edits import TokenCounts
 from nanoengine.sampling.sampler import sample_rows
-from nanoengine.startup import Started
+from nanoengine.started import Started
 from tests.helpers import DEMO
 
 torch.set_num_threads(1)  # several would wait for each other longer than they compute

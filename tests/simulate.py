@@ -34,9 +34,10 @@ from typing import Any
 
 import pytest
 
+from nanoengine.apps.app import make_app
 from nanoengine.apps.openai_api import ChatRequest, CompletionRequest
 from nanoengine.apps.server import CLOSE_SECONDS, Server
-from nanoengine.apps.service import Service, make_app
+from nanoengine.apps.service import Service
 from nanoengine.apps.tools import choose_formats
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.config import EngineConfig

@@ -18,8 +18,8 @@ from nanoengine.compat import (
     SERVER_IGNORES,
     refuse_unserved,
 )
+from nanoengine.contrib import responses
 from nanoengine.llm import LLM
-from nanoengine.optional import load
 from nanoengine.requests import read_prompt
 
 VLLM_NAMES = dict(re.findall(r"\[(\w+)\]([^[]*)", Path(__file__).with_name("vllm_names.txt").read_text()))
@@ -28,8 +28,6 @@ MEANINGFUL = True, 7, "unheard-of", ["x"], {"x": 1}
 IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES}
 # Names of vLLM that the rule takes for typos of served ones
 TYPOS = "long_prefill_token_threshold_adaptive", "max_num_scheduled_tokens", "reasoning_parser_plugin"
-
-RESPONSES = load("contrib.responses", "the Responses API")
 
 
 def serve(**flags):
@@ -56,7 +54,7 @@ USES = {
     "PROMPT": lambda **given: read_prompt({"prompt_token_ids": [1], **given}, None, 9),
     "SERVER": serve,
     "CHAT": body(ChatRequest, messages=[]),
-    "RESPONSES": body(RESPONSES.ResponsesRequest, RESPONSES.SERVED, input="a"),
+    "RESPONSES": body(responses.ResponsesRequest, responses.SERVED, input="a"),
 }
 REFUSALS = TypeError, ValueError, APIError, SystemExit
 

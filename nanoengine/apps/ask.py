@@ -20,8 +20,9 @@ from typing import Any
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanoengine.apps.flags import FlexibleArgumentParser, add_flags, settings_of
+from nanoengine.apps.tools import AnswerParser, choose_formats
 from nanoengine.config import EngineConfig
-from nanoengine.optional import MissingFileError, load
+from nanoengine.contrib.viewer import save
 
 SENTENCES = [
     "The brave sailor found the golden lantern near a castle.",
@@ -51,6 +52,39 @@ QUESTIONS = [
 ]
 
 
+# The run that `run --trace` shows by default. The cache is so small that sequences are preempted.
+# Questions that repeat, or begin alike, hit the prefix cache. The lessons name steps of this run by number;
+# on a GPU, steps overlap and the numbers differ.
+TRACED_SETTINGS = {"device": "cpu", "num_kv_blocks": 44, "block_size": 4, "max_num_batched_tokens": 32}
+TRACED_QUESTIONS = [
+    "What is 27 + 58?",
+    "Count from 8 to 16.",
+    "What is 27 + 58?",
+    repeat(SENTENCES[:2], NOISE[:1]),
+    repeat(SENTENCES[:2], NOISE[7:8]),
+    "Spell the word paging backwards.",
+    "Count from 8 to 16.",
+    "Spell the word paging backwards.",
+]
+STEPS = 1, 5, 9, 15, 18, 22, 24, 34  # the step before which each question arrives
+
+
+def generate_in_steps(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
+    """Step the engine by hand, and add each question before its step. Return the outputs in order."""
+    outputs: dict[str, RequestOutput] = {}
+    step = 0
+    while step < max(STEPS) or llm.has_unfinished_requests():
+        step += 1
+        for i, (prompt, arrival) in enumerate(zip(prompts, STEPS, strict=True)):
+            if arrival == step:
+                llm.add_request(str(i), prompt, params)
+        outputs |= {output.request_id: output for output in llm.step()}
+    return [outputs[str(i)] for i in range(len(prompts))]
+
+
+Generate = Callable[[LLM, list[Any], SamplingParams], list[RequestOutput]]
+
+
 def run(arguments: list[str] | None = None) -> None:
     """Run the command `nanoengine run`: answer the questions, and save a trace if requested."""
     parser = make_parser("nanoengine run", str(__doc__), max_tokens=256)
@@ -59,23 +93,19 @@ def run(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with in_a_terminal(parser):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        questions, generate, settings = (
-            args.prompt or QUESTIONS,
-            LLM.generate,
-            settings_of(parser, args, EngineConfig),
-        )
+        questions, settings = args.prompt or QUESTIONS, settings_of(parser, args, EngineConfig)
+        generate: Generate = LLM.generate
         if args.trace:
             events: list[Any] = []
-            viewer = load("contrib.viewer", "--trace")
-            viewer.save(events, args.trace)  # now, in case the file cannot be written
+            save(events, args.trace)  # now, in case the file cannot be written
             settings["trace"] = events.append
             if settings["model"] == "demo" and not args.prompt:
-                settings = viewer.SETTINGS | settings
-                questions, generate = viewer.QUESTIONS, viewer.generate_in_steps
+                settings, questions = TRACED_SETTINGS | settings, TRACED_QUESTIONS
+                generate = generate_in_steps
         with LLM(**{"max_num_seqs": len(questions)} | settings) as llm:  # the cache is sized for them
             ask(llm, questions, params, generate)
         if args.trace:
-            viewer.save(events, args.trace)
+            save(events, args.trace)
             print(f"\n{args.trace} shows {len(events) - 1} steps")
 
 
@@ -135,7 +165,7 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.stdin.reconfigure(errors="surrogateescape")  # the engine then refuses bytes that are not text
     try:
         yield
-    except (MissingFileError, TypeError, ValueError, OSError) as error:  # a bad option, model or file
+    except (TypeError, ValueError, OSError) as error:  # a bad option, model or file
         parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -145,7 +175,7 @@ def ask(
     llm: LLM,
     questions: list[str],
     params: SamplingParams,
-    generate: Callable[..., list[RequestOutput]],
+    generate: Generate,
 ) -> None:
     """Answer questions and print the answers. `generate` is `LLM.generate`, or computes the same."""
     start = time.perf_counter()
@@ -224,15 +254,13 @@ Parse = Callable[[str], Callable[[CompletionOutput], dict[str, str]]]
 
 def thought_parser(llm: LLM, params: SamplingParams) -> tuple[Parse, SamplingParams]:
     """Return a function that separates thoughts from answers, and parameters that keep the tags it needs."""
-    with suppress(ImportError):  # deleted, or transformers is too old: thoughts are part of the answer
-        tools = load("apps.tools", "chat")
-        formats = tools.choose_formats(llm.get_tokenizer())._replace(tools=None)
-        if formats.reasoning or formats.template:
-            if formats.keeps_special_tokens:
-                params = replace(params, skip_special_tokens=False)
+    formats = choose_formats(llm.get_tokenizer())._replace(tools=None)
+    if formats.reasoning or formats.template:
+        if formats.keeps_special_tokens:
+            params = replace(params, skip_special_tokens=False)
 
-            def parse(prompt: str) -> Callable[[CompletionOutput], dict[str, str]]:
-                return partial(tools.AnswerParser(formats, prompt, []).message, is_stream=True)
+        def parse(prompt: str) -> Callable[[CompletionOutput], dict[str, str]]:
+            return partial(AnswerParser(formats, prompt, []).message, is_stream=True)
 
-            return parse, params
+        return parse, params
     return lambda prompt: lambda completion: {"content": completion.text}, params

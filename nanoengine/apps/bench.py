@@ -24,7 +24,6 @@ from nanoengine import LLM, RequestOutputKind, SamplingParams
 from nanoengine.apps.flags import FlexibleArgumentParser
 from nanoengine.apps.roofline import measure_limits, roofline_seconds
 from nanoengine.apps.workloads import SHAPES, WORKLOADS
-from nanoengine.optional import MissingFileError
 
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
@@ -126,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         settings: dict[str, Any] = {} if args.model else {"load_format": "dummy", "max_model_len": 2048}
         try:
             llm = LLM(args.model or scratch, dtype=args.dtype, **settings)
-        except (MissingFileError, OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             parser.error(str(error))
         with llm:
             print(json.dumps(measure(llm, args)))

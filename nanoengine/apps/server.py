@@ -26,13 +26,13 @@ from typing import Any
 
 import uvicorn
 
+from nanoengine.apps.app import make_app
 from nanoengine.apps.flags import FlexibleArgumentParser, add_flags, argparse_type, settings_of, value_of
 from nanoengine.apps.gate import Connection
-from nanoengine.apps.service import Service, make_app
+from nanoengine.apps.service import Service
 from nanoengine.apps.tools import REASONING_FORMATS, SAME, TOOL_FORMATS
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.config import EngineConfig
-from nanoengine.optional import MissingFileError
 from nanoengine.sampling_params import check_number, check_strings
 
 REPORT_SECONDS = 10  # between two lines about the engine's load
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = given.keys() & signature(Service).parameters.keys()
         service = Service(engine, **{name: given[name] for name in names})
         logging.getLogger("nanoengine").info(service.formats.describe())
-    except (MissingFileError, OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     log = logging.getLogger("nanoengine.requests")
     log.addHandler(logging.StreamHandler(sys.stdout))

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,19 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
-from fastapi.routing import APIRoute
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from nanoengine import __version__
-from nanoengine.apps.gate import Gate, Ticket
+from nanoengine.apps.gate import Ticket
 from nanoengine.apps.openai_api import (
     JSON,
     APIError,
@@ -41,7 +37,6 @@ from nanoengine.apps.openai_api import (
 from nanoengine.apps.tools import choose_formats
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.extensions.metrics import Counter, Gauge, Histogram, Metric, Vector
-from nanoengine.optional import MissingFileError, load
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, check_unicode
 from nanoengine.sampling_params import SamplingParams, check_integer
@@ -55,10 +50,6 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# (module of contrib/, its class) -> the paths that it serves if it is installed.
-CONTRIB = {
-    ("responses", "ResponsesAPI"): ["/v1/responses"],
-}
 
 
 class EventStream(StreamingResponse):
@@ -446,70 +437,3 @@ def families(metrics: list[Metric], model_name: str) -> Iterator[Any]:
 
 
 # ---- The app --------------------------------------------------------------------------------------
-
-
-def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
-    """Return the service as an ASGI app.
-
-    Web pages from `allowed_origins` may call it from a browser. "*" allows any page.
-    """
-    app = FastAPI(title="nanoengine", openapi_url=None)  # FastAPI's docs pages load scripts from elsewhere
-    app.state.service = service
-    app.add_middleware(Gate, service=service)
-    if allowed_origins:  # outside the gate, because a browser's preflight request has no key
-        app.add_middleware(
-            CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
-    routes: list[tuple[str, str, Callable[..., Any]]] = [
-        ("POST", "/v1/completions", service.completions),
-        ("POST", "/v1/chat/completions", service.chat),
-        ("GET", "/v1/models", service.models),
-        ("GET", "/v1/models/{name:path}", service.model),
-        ("POST", "/tokenize", service.tokenize),
-        ("POST", "/detokenize", service.detokenize),
-        ("GET", "/health", service.health),
-        ("GET", "/ping", service.health),
-        ("POST", "/ping", service.health),
-        ("GET", "/version", service.version),
-        ("GET", "/server_info", service.server_info),
-        ("GET", "/metrics", service.metrics),
-        ("GET", "/", service.page),
-    ]
-    missing: dict[str, str] = {}  # path whose file in contrib/ is not installed -> error message
-    for (module, api), contributed in CONTRIB.items():
-        try:
-            routes += getattr(load(f"contrib.{module}", contributed[0]), api)(service).routes()
-        except MissingFileError as error:
-            missing |= dict.fromkeys(contributed, str(error))
-    for method, path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method])
-    paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)})
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, RequestValidationError):
-            error = misshapen(error)
-        elif isinstance(error, HTTPException):
-            headers = {"allow": error.headers["Allow"]} if error.headers and "Allow" in error.headers else {}
-            is_unknown = error.status_code == 404
-            path = request.url.path
-            message = missing.get(path, f"{path} does not exist; the paths are {', '.join(paths)}")
-            error = APIError(error.status_code, message if is_unknown else str(error.detail), **headers)
-        elif not isinstance(error, APIError):
-            error = APIError(500, "the server failed")  # the reason is in the server's log only
-        request.state.ticket.error = error.code
-        return error.response()
-
-    for kind in (APIError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, refuse)
-    return app
-
-
-def misshapen(error: RequestValidationError) -> APIError:
-    """Return the APIError for a body that is not JSON, or that has fields of the wrong type."""
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"][1:]]
-    if first["type"] == "json_invalid":
-        return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {where[0]}")
-    if not where:
-        return APIError(400, "the body must be a JSON object, sent as Content-Type: application/json")
-    return APIError(400, f"{'.'.join(where)}: {first['msg']}", param=where[0])

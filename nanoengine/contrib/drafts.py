@@ -31,7 +31,7 @@ from nanoengine.engine import Block, Chunk, ModelRunner, ScheduledBatch, Sequenc
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.structured import Constraint
 from nanoengine.models.checkpoint import Checkpoint, open_checkpoint
-from nanoengine.startup import Started, start_runner
+from nanoengine.started import Started
 
 # ---- The draft model -----------------------------------------------------------------------------
 
@@ -91,8 +91,14 @@ class DraftModel:
         self.computed_blocks: dict[int, int] = {}  # block_id -> prefix_id of its K and V
 
     @classmethod
-    def start(cls, config: EngineConfig, target: Checkpoint, max_model_len: int) -> Self:
-        """Load the draft model of `speculative_config`.
+    def start(
+        cls,
+        config: EngineConfig,
+        target: Checkpoint,
+        max_model_len: int,
+        start_runner: Callable[..., Started],
+    ) -> Self:
+        """Load the draft model of `speculative_config` with `startup.start_runner`.
 
         Raises:
             ValueError: the draft model or a setting does not work with the target model.

@@ -43,7 +43,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.contrib.stores import DirectoryStore, Store, open_store
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.windows import WindowedBlockManager
-from nanoengine.startup import Started
+from nanoengine.started import Started
 
 FORMAT_VERSION = 1
 MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; above this, saving waits for a later step
@@ -475,7 +475,7 @@ class StoringCore(EngineCore):
 def connect(config: EngineConfig, started: Started, hf_config: Any) -> KVConnector:
     """Open the store that `EngineConfig.kv_store` specifies, and connect it to a runner's KV cache.
 
-    Raises ValueError or MissingFileError if the store cannot be opened.
+    Raises ValueError if the store cannot be opened.
     """
     runner, specs, groups = started.runner, started.kv_specs, started.kv_groups
     weights = started.weights_digest.hex(), config.quantization, config.activations

@@ -57,7 +57,6 @@ from nanoengine.contrib.lab import (
 )
 from nanoengine.engine import BlockManager, Scheduler
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.optional import MissingFileError
 
 
 def cells(report: Report) -> dict[str, str]:
@@ -234,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     try:
         compare(args)
-    except (MissingFileError, OSError, TypeError, ValueError) as error:  # a bad model, request or file
+    except (OSError, TypeError, ValueError) as error:  # a bad model, request or file
         args.error(str(error))
 
 

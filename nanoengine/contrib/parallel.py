@@ -45,7 +45,7 @@ from nanoengine.contrib.shard import Shard
 from nanoengine.engine import ModelRunner
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
-from nanoengine.startup import Started
+from nanoengine.started import Started
 from nanoengine.steps import EngineDeadError
 
 dist: Any = torch.distributed  # the methods of its process groups are untyped

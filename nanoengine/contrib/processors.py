@@ -6,42 +6,16 @@ first, as in vLLM. `SamplingParams(logits_processors=[...])` is for one request,
 """
 
 import importlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from nanoengine.sampling.sampler import SamplingRow
-
-
-def num_parameters(processor: Any) -> int:
-    """Return how many arguments a logits processor takes. Raises TypeError unless it takes 2 or 3."""
-    if isinstance(processor, type):
-        raise TypeError(
-            f"logits_processors must be functions, got the class {processor.__name__}; "
-            "write a function (token_ids, logits) -> logits of one row instead"
-        )
-    for num in (2, 3):
-        with suppress(TypeError, ValueError):  # ValueError: a built-in without a signature
-            inspect.signature(processor).bind(*[None] * num)
-            return num
-    raise TypeError(
-        "logits_processors must take the output's token ids and the logits, or the prompt's token ids before "
-        f"these, got {processor!r}"
-    )
-
-
-def check_functions(given: Any) -> list[Callable[..., Any]]:
-    """Return logits_processors as a list. Raises TypeError if they are not functions."""
-    if not isinstance(given, list | tuple):
-        raise TypeError(f"logits_processors must be a list, got {given!r}")
-    for one in given:
-        num_parameters(one)
-    return list(given)
+from nanoengine.sampling_params import check_processors, num_arguments
 
 
 def find_functions(given: Sequence[Any]) -> list[Callable[..., Any]]:
@@ -50,7 +24,7 @@ def find_functions(given: Sequence[Any]) -> list[Callable[..., Any]]:
     Raises:
         TypeError, ValueError: one is not a function, or cannot be imported.
     """
-    return check_functions([find_function(one) if isinstance(one, str) else one for one in given])
+    return check_processors([find_function(one) if isinstance(one, str) else one for one in given])
 
 
 def find_function(name: str) -> Any:
@@ -69,7 +43,7 @@ class FunctionProcessor:
     failure: str | None = None
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.with_prompt = function, num_parameters(function) == 3
+        self.function, self.with_prompt = function, num_arguments(function) == 3
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "FunctionProcessor", SamplingRow]]) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoengine.config import EngineConfig
-from nanoengine.optional import MissingFileError
 from nanoengine.sampling_params import check_integer
 
 
@@ -171,7 +169,7 @@ class RedisStore:
             from redis.retry import Retry
         except ImportError as error:
             message = "a KV store in Redis needs redis-py: pip install 'nanoengine[redis]'"
-            raise MissingFileError(message) from error
+            raise ValueError(message) from error
         self.url = url
         # An engine's step may wait for the answer, so a late answer counts as a failure.
         self._redis: Any = Redis.from_url(
@@ -222,20 +220,3 @@ def open_store(kv_store: Any) -> Store:
         return DirectoryStore(kv_store)
     except OSError as error:
         raise ValueError(f"kv_store={str(kv_store)!r} cannot be used as a directory: {error}") from error
-
-
-def check_config(config: EngineConfig) -> None:
-    """Raise TypeError or ValueError if a config's kv_store is not a store, or does not go with a setting."""
-    store = config.kv_store
-    is_store = all(callable(getattr(store, name, None)) for name in ("get", "put", "touch", "delete"))
-    if not is_store and not (isinstance(store, (str, Path)) and str(store)):
-        raise TypeError(
-            "kv_store must be a directory, a redis:// address, or have the methods get, put, touch and "
-            f"delete, got {store!r}"
-        )
-    if not config.enable_prefix_caching:
-        raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
-    if config.trace is not None:
-        raise ValueError("kv_store cannot be combined with trace, which does not record loaded blocks")
-    if config.tensor_parallel_size != 1:
-        raise ValueError("kv_store needs tensor_parallel_size=1: a rank only has the K and V of its heads")

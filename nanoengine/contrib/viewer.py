@@ -19,41 +19,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load as load_tensors
 
-from nanoengine import LLM, RequestOutput, SamplingParams
-from nanoengine.apps.ask import NOISE, SENTENCES, repeat
 from nanoengine.apps.flags import FlexibleArgumentParser
 from nanoengine.contrib.trace import VERSION, Event
 
-# The run that `run --trace` shows by default. The cache is so small that sequences are preempted.
-# Questions that repeat, or begin alike, hit the prefix cache. The lessons name steps of this run by number;
-# on a GPU, steps overlap and the numbers differ.
-SETTINGS = {"device": "cpu", "num_kv_blocks": 44, "block_size": 4, "max_num_batched_tokens": 32}
-QUESTIONS = [
-    "What is 27 + 58?",
-    "Count from 8 to 16.",
-    "What is 27 + 58?",
-    repeat(SENTENCES[:2], NOISE[:1]),
-    repeat(SENTENCES[:2], NOISE[7:8]),
-    "Spell the word paging backwards.",
-    "Count from 8 to 16.",
-    "Spell the word paging backwards.",
-]
-STEPS = 1, 5, 9, 15, 18, 22, 24, 34  # the step before which each question arrives
 PAGE = files("nanoengine.contrib").joinpath("page")
 LESSON = "03-paging.md"  # if this lesson is in the page's directory, all lessons are
-
-
-def generate_in_steps(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
-    """Step the engine by hand, and add each of QUESTIONS before its step. Returns the outputs in order."""
-    outputs: dict[str, RequestOutput] = {}
-    step = 0
-    while step < max(STEPS) or llm.has_unfinished_requests():
-        step += 1
-        for i, (prompt, arrival) in enumerate(zip(prompts, STEPS, strict=True)):
-            if arrival == step:
-                llm.add_request(str(i), prompt, params)
-        outputs |= {output.request_id: output for output in llm.step()}
-    return [outputs[str(i)] for i in range(len(prompts))]
 
 
 def load(path: str | Path) -> list[Event]:

@@ -27,9 +27,10 @@ from transformers import PreTrainedTokenizerFast
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.apps import server
+from nanoengine.apps.app import make_app
 from nanoengine.apps.openai_api import ChatRequest, to_json
 from nanoengine.apps.server import make_parser
-from nanoengine.apps.service import Service, make_app, names_of
+from nanoengine.apps.service import Service, names_of
 from tests.helpers import DEMO, failing_calls
 from tests.serving import (
     COMMON,

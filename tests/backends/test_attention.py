@@ -10,10 +10,10 @@ from nanoengine.backends.attention import Settings, TorchAttention
 from nanoengine.backends.cpu.attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.contrib import int8_cache
 from tests.attention import (
     BOTH,
     CAPPED,
-    INT8,
     MIXED,
     SINKS,
     SLOPES,
@@ -31,7 +31,7 @@ from tests.attention import (
 def check(request):
     """Return a function that checks one of the CPU's two backends, with K and V as they are or in int8."""
     name, int8 = request.param.split()[0], "int8" in request.param
-    in_torch = INT8.Int8Attention if int8 else TorchAttention
+    in_torch = int8_cache.Int8Attention if int8 else TorchAttention
     on_cpu = functools.partial(CompiledAttention, kernels=Kernels(int8_cache=int8))
     return functools.partial(check_attention, on_cpu if name == "compiled" else in_torch, int8=int8)
 
@@ -124,7 +124,7 @@ def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
         return out
 
     k[0] = v[0] = torch.nan  # the null block
-    cache = KVCache(*((INT8.quantize(x) if int8 else x) for x in (k.to(dtype), v.to(dtype))))
+    cache = KVCache(*((int8_cache.quantize(x) if int8 else x) for x in (k.to(dtype), v.to(dtype))))
     together = attend(range(len(lens)))
     shuffled = attend(rng.sample(range(len(lens)), len(lens)))
     assert torch.equal(shuffled, together)
@@ -134,7 +134,7 @@ def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
             continue
         slots = tables[i, torch.arange(n) // block_size].long() * block_size + torch.arange(n) % block_size
         held = (x.flatten(0, 1)[slots] for x in (cache.k, cache.v))
-        held = (INT8.dequantize(x, torch.float32) if int8 else x for x in held)
+        held = (int8_cache.dequantize(x, torch.float32) if int8 else x for x in held)
         expected = dense(q[i : i + 1], *held, **of_all._asdict())[0]
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(together[i].double(), expected, atol=tolerance, rtol=tolerance)

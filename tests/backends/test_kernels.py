@@ -24,9 +24,10 @@ from nanoengine.backends.cpu.scans import StateKernels
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.quantize import quantize
 from nanoengine.backends.quantized import Quantized
+from nanoengine.contrib import int8_cache
 from nanoengine.models.decoder import DecoderLayer, RMSNorm, rotate
 from nanoengine.models.decoder_config import DecoderConfig
-from tests.attention import INT8, metadata_of
+from tests.attention import metadata_of
 
 
 def kernels_and_inputs(dtype, *shapes):
@@ -349,7 +350,7 @@ PLAINLY = Settings(0.3, None, None, None)
 def test_a_prompt_s_attention_does_not_depend_on_how_it_is_divided(dtype, settings, int8):
     """To the last bit: chunks come from how busy the engine is."""
     _, q, *kv = kernels_and_inputs(dtype, (600, 4, 22), (45, 16, 2, 22), (45, 16, 2, 30))
-    kernels, cache = Kernels(dtype, int8), KVCache(*map(INT8.quantize, kv) if int8 else kv)
+    kernels, cache = Kernels(dtype, int8), KVCache(*map(int8_cache.quantize, kv) if int8 else kv)
     table = torch.randperm(45, generator=torch.Generator().manual_seed(1))[:38].int()
 
     def attend(*ends):
@@ -413,7 +414,7 @@ def layer_and_inputs(
     layer, num_tokens = DecoderLayer(config, window), sum(new for new, _ in lengths)
     shapes = [(num_tokens, 48)] * 2, [(num_tokens, 1, head_dim)] * 2, [(90, 8, 2, head_dim)] * 2
     _, *inputs, k, v = kernels_and_inputs(dtype, *itertools.chain(*shapes))
-    kernels, kv = Kernels(dtype, int8), (INT8.quantize(k), INT8.quantize(v)) if int8 else (k, v)
+    kernels, kv = Kernels(dtype, int8), (int8_cache.quantize(k), int8_cache.quantize(v)) if int8 else (k, v)
     for weight in layer.to(dtype).requires_grad_(False).parameters():
         weight.normal_(std=0.2)
     pack_weights(layer, kernels, *bits)

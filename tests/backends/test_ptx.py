@@ -9,14 +9,13 @@ import torch
 
 from docs.ptx import Cta, Fault, GlobalMemory, Kernel
 from nanoengine.backends import triton as backend
-from nanoengine.optional import load
+from nanoengine.contrib import int8_triton
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
 from tests.launches import MUTATIONS, Emulated, obstacle
 
 if reason := obstacle():
     pytest.skip(reason, allow_module_level=True)
 
-INT8 = load("contrib.int8_triton", "a test")
 KERNELS = "_attend_kernel", "_combine_kernel", "_write_kv_kernel"
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 BATCH = [(1, 100), (3, 3), (20, 90)]
@@ -31,7 +30,9 @@ def execute(generation, lens, dtype, edit=None, module=backend, **settings):
     """
     emulated = [Emulated(getattr(module, name), generation, edit) for name in KERNELS]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(INT8, "_write_int8_kernel", Emulated(INT8._write_int8_kernel, generation, edit))
+        patch.setattr(
+            int8_triton, "_write_int8_kernel", Emulated(int8_triton._write_int8_kernel, generation, edit)
+        )
         for name, kernel in zip(KERNELS, emulated, strict=True):
             patch.setattr(module, name, kernel)
         patch.setattr(module, "generation", lambda device: generation)
@@ -41,7 +42,7 @@ def execute(generation, lens, dtype, edit=None, module=backend, **settings):
         patch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
         patch.setattr(torch.Tensor, "new_empty", lambda x, *shape: unwritten(shape, dtype=x.dtype))
         settings = {"heads": 8, "head_dim": 64, "stale": torch.nan, **settings}
-        attention = INT8.Int8TritonAttention if settings.get("int8") else module.TritonAttention
+        attention = int8_triton.Int8TritonAttention if settings.get("int8") else module.TritonAttention
         check_attention(attention, lens, settings.pop("block_size", 16), dtype=dtype, **settings)
     return emulated
 

@@ -21,7 +21,7 @@ from nanoengine.backends.attention import Settings
 from nanoengine.backends.cuda import try_out
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.triton import FLOAT32, MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
-from nanoengine.optional import load
+from nanoengine.contrib.int8_triton import Int8TritonAttention
 from tests.attention import (
     ALL_DECODES,
     ALL_FRESH,
@@ -47,7 +47,6 @@ if importlib.util.find_spec("triton") is None:
 
 
 INT8 = {"int8": True}
-Int8TritonAttention = load("contrib.int8_triton", "a test").Int8TritonAttention
 
 
 def runs_kernels(test):

@@ -219,14 +219,14 @@ def test_aborts_and_failed_steps_lose_nothing(where, target):
 
 def computed(llm: LLM) -> list[list[tuple[int, int]]]:
     """The chunks of each pass of the draft model, from now on."""
-    runner, passes = llm.llm_engine.draft_model.runner, []
+    runner, passes = llm.llm_engine.draft_model.runner, []  # type: ignore[union-attr]
     launch = runner.launch
 
     def noting(batch):
         passes.append([(chunk.start, chunk.end) for chunk in batch.chunks])
         return launch(batch)
 
-    runner.launch = noting
+    runner.launch = noting  # type: ignore[method-assign]
     return passes
 
 
