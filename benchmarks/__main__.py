@@ -35,7 +35,7 @@ from benchmarks.engines import ENGINES
 from benchmarks.runs import CORES
 from examples.bits import main as print_bits
 from examples.load import bench_load
-from nanoengine.apps.workloads import SHAPES, WORKLOADS, parse_custom
+from nanoengine.cli.workloads import SHAPES, WORKLOADS, parse_custom
 
 
 def command_line() -> str:

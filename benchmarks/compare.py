@@ -16,9 +16,9 @@ from benchmarks.ablation import WITHOUT
 from benchmarks.machine import machine
 from benchmarks.models import write_shape
 from benchmarks.workers import Worker, start_worker
-from nanoengine.apps.bench import percentiles
-from nanoengine.apps.roofline import roofline_seconds
-from nanoengine.apps.workloads import SHAPES, Workload
+from nanoengine.cli.bench import percentiles
+from nanoengine.cli.roofline import roofline_seconds
+from nanoengine.cli.workloads import SHAPES, Workload
 
 LATENCIES = ("ttft", "tpot", "itl")
 # Engine -> the function that converts the checkpoint and the settings for it.
@@ -134,7 +134,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
     """Start the engines on one model, and let them serve the workloads."""
     import torch
 
-    from nanoengine.models.checkpoint import open_checkpoint
+    from nanoengine.checkpoints.checkpoint import open_checkpoint
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         if model in SHAPES:

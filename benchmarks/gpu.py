@@ -57,8 +57,8 @@ def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any, repeats
     from torch.utils.benchmark import Timer
 
     from nanoengine import SamplingParams
-    from nanoengine.backends.inputs import send_inputs
     from nanoengine.backends.kv_cache import KVCache, KVSpec
+    from nanoengine.backends.step_inputs import send_inputs
     from nanoengine.engine import Chunk, ScheduledBatch, Sequence, build_inputs
 
     chunks, num_blocks = [], 1
@@ -91,7 +91,8 @@ def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = B
     """Measure one layer's attention with each backend."""
     import torch
 
-    from nanoengine.backends import attention, cuda, flash, kv_cache, triton
+    from nanoengine.backends import cuda, flash, kv_cache, triton
+    from nanoengine.backends import paged_attention as attention
 
     where, none = torch.device(device), frozenset[str]()
     specs = [kv_cache.KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)]

@@ -20,12 +20,12 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.report import hardware, table
-from nanoengine.backends.attention import Settings
 from nanoengine.backends.cpu import build
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels, dtype_name
-from nanoengine.backends.cpu.threads import PinnedThreads
+from nanoengine.backends.cpu.pinned_threads import PinnedThreads
+from nanoengine.backends.host_memory import zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.backends.memory import zeros_on_large_pages
+from nanoengine.backends.paged_attention import Settings
 from nanoengine.backends.quantized import Form, Quantized
 
 # Inputs and outputs of a layer's linear layers: Q, K and V; attention's output; gate and up; down.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.runs import KV_CACHE_BYTES, MAX_NUM_SEQS, TEMPERATURE, Run, measurements, transformers_model
 
 if TYPE_CHECKING:
-    from nanoengine.models.checkpoint import Checkpoint
+    from nanoengine.checkpoints.checkpoint import Checkpoint
 
 # ---- The file ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nanoengine.apps.workloads import SHAPES
+from nanoengine.cli.workloads import SHAPES
 
 
 def write_shape(shape: str, directory: str | Path, **changes: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.runs import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, TEMPERATURE, Run, write_weights
 
 if TYPE_CHECKING:
-    from nanoengine.models.checkpoint import Checkpoint
+    from nanoengine.checkpoints.checkpoint import Checkpoint
 
 
 def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) -> dict[str, Any]:

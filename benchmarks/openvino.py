@@ -22,7 +22,7 @@ from benchmarks.runs import (
 )
 
 if TYPE_CHECKING:
-    from nanoengine.models.checkpoint import Checkpoint
+    from nanoengine.checkpoints.checkpoint import Checkpoint
 
 FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "fp16"}  # it has no name for bfloat16
 

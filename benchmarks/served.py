@@ -30,7 +30,7 @@ from benchmarks.models import write_shape, write_tokenizer
 from benchmarks.report import hardware, table
 from benchmarks.runs import CORES
 from benchmarks.workers import environment
-from nanoengine.apps.workloads import SHAPES
+from nanoengine.cli.workloads import SHAPES
 
 START_SECONDS = 300
 INSTALL = "python -m venv guidellm && guidellm/bin/pip install guidellm, and --guidellm guidellm/bin/python"

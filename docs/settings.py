@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine import EngineConfig, SamplingParams
-from nanoengine.apps.flags import describe
+from nanoengine.flags import describe
 from nanoengine.sampling_params import choices
 
 PAGE = Path(__file__).parent / "guide" / "settings.md"

@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Callable
 
 from nanoengine.engine import Block, BlockManager, Scheduler, Sequence
+from nanoengine.extensions.recurrent_states import StatefulScheduler
 from nanoengine.extensions.speculate import is_draft
-from nanoengine.extensions.states import StatefulScheduler
 from nanoengine.extensions.windows import WindowedBlockManager
 from nanoengine.sampling_params import SamplingParams
 

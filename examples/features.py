@@ -26,7 +26,7 @@ import torch
 from benchmarks.models import write_shape
 from examples import train_demo
 from nanoengine import LLM, SamplingParams
-from nanoengine.apps.workloads import SHAPES
+from nanoengine.cli.workloads import SHAPES
 
 GiB = 1 << 30
 

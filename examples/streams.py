@@ -24,12 +24,12 @@ from benchmarks.host import spread, start_decodes, stub_sampling
 from benchmarks.machine import machine
 from benchmarks.runs import CORES
 from benchmarks.served import serving
-from nanoengine.apps import server
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.backends.device import Forward
 from nanoengine.config import EngineConfig
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.sampling_params import RequestOutputKind
+from nanoengine.server import process as server
 
 STEP_SECONDS, NUM_TOKENS, REPEATS = 0.004, 300, 5
 

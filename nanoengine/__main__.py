@@ -15,42 +15,42 @@ Command = Callable[[list[str]], None]
 
 def find_run() -> Command:
     """Answer a few questions with a model; by default the bundled one."""
-    from nanoengine.apps.ask import run
+    from nanoengine.cli.run import run
 
     return run
 
 
 def find_chat() -> Command:
     """Hold a conversation in the terminal."""
-    from nanoengine.apps.ask import chat
+    from nanoengine.cli.run import chat
 
     return chat
 
 
 def find_serve() -> Command:
     """Start an OpenAI-compatible server, with a chat page."""
-    from nanoengine.apps.server import main
+    from nanoengine.server.process import main
 
     return main
 
 
 def find_bench() -> Command:
     """Measure one workload on this machine."""
-    from nanoengine.apps.bench import main
+    from nanoengine.cli.bench import main
 
     return main
 
 
 def find_trace() -> Command:
     """Make a page, or a timeline, of a recorded run."""
-    from nanoengine.contrib.viewer import main
+    from nanoengine.viewer.trace_page import main
 
     return main
 
 
 def find_lab() -> Command:
     """Run the scheduler under a cost model, in place of a device."""
-    from nanoengine.contrib.lab_command import main
+    from nanoengine.lab.command import main
 
     return main
 
@@ -69,7 +69,7 @@ EXTRAS = {"serve": "serve"}  # command -> the extra that installs its dependenci
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a subcommand with the arguments that follow its name. Without one, list all subcommands."""
-    from nanoengine.apps.flags import FlexibleArgumentParser
+    from nanoengine.flags import FlexibleArgumentParser
 
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = FlexibleArgumentParser(

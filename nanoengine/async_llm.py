@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from torch import Tensor
 
-from nanoengine.compat import ENGINE_IGNORES, RENAMED, accepts, takes
 from nanoengine.config import NULLABLE, EngineConfig
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
 from nanoengine.steps import EngineDeadError
+from nanoengine.unknown_arguments import ENGINE_IGNORES, RENAMED, accepts, takes
 
 if TYPE_CHECKING:  # at run time it is imported when metrics are requested
-    from nanoengine.extensions.metrics import Metric
+    from nanoengine.metrics import Metric
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 
-from nanoengine.apps.flags import add_flags
-from nanoengine.compat import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
+from nanoengine.flags import add_flags
 from nanoengine.sampling_params import check_bool, check_integer, check_number, choices
+from nanoengine.unknown_arguments import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
 
 P = TypeVar("P")
 
@@ -134,7 +134,7 @@ class EngineConfig:
     # record what each step did: a file for JSON lines, or a function to call with each event
     trace: str | Path | Callable[[Any], Any] | None = None
     # keep K and V beyond the life of the process: a directory, "redis://host:port/db", or an object with the
-    # methods of `Store` in contrib/stores.py
+    # methods of `Store` in extensions/kvstore/stores.py
     kv_store: Any = None
 
     def __post_init__(self) -> None:

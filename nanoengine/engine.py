@@ -55,8 +55,8 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.backends.device import Attention, Device, Download, Forward
-from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.sampling.logprobs import Logprobs, Reports, report_prompts
 from nanoengine.sampling.sampler import MAX_ROWS, CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
@@ -156,7 +156,7 @@ class Sequence:
 
 
 BY_ORDER = attrgetter("order")
-Tell = Callable[..., None]  # an observer: `tell(event, *details)`. contrib/trace.py lists the events
+Tell = Callable[..., None]  # an observer: `tell(event, *details)`. extensions/trace.py lists the events
 
 
 def tell_nobody(event: str, *details: object) -> None:
@@ -490,7 +490,7 @@ class Scheduler:
         self.observe(tell_nobody)
 
     def observe(self, tell: Tell) -> None:
-        """Call `tell(event, ...)` after each change from now on. contrib/trace.py lists the events."""
+        """Call `tell(event, ...)` after each change from now on. extensions/trace.py lists the events."""
         self.tell = self.block_manager.tell = tell
 
     def skip_unless(self, is_ready: Callable[[Sequence], bool]) -> None:
@@ -676,7 +676,7 @@ def build_inputs(
 ) -> ModelInputs[np.ndarray]:
     """Lay out a batch as arrays, without side effects, tensors or a Python loop over tokens.
 
-    backends/inputs.py documents each array. Example with blocks of 4: a sequence with block table [7, 2]
+    backends/step_inputs.py documents each array. Example with blocks of 4: a sequence with block table [7, 2]
     decodes token 31 at position 4, and one with block table [3] computes tokens 22, 23 at positions 2, 3.
 
         input_ids     31 22 23        cu_seqlens_q  0 1 3    sequence i has rows [cu[i], cu[i + 1])
@@ -800,7 +800,7 @@ class ModelRunner:
         model: maps (input ids, positions, caches, a step's attention) to hidden states, (T, E). Its method
             compute_logits turns hidden states into logits. See models/decoder.py and models/hf.py.
         device: the CPU or GPU that runs the model.
-        attention: builds a step's attention from its metadata. See backends/attention.py.
+        attention: builds a step's attention from its metadata. See backends/paged_attention.py.
         sample: samples one token from each row of logits, as sampler.py's `sample_rows` does.
         block_size: number of tokens per block.
     """
@@ -810,9 +810,9 @@ class ModelRunner:
     ) -> None:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
-        # startup.py makes the caches, sized by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
+        # assembly.py makes the caches, sized by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
-        self.forward = Forward()  # startup.py replaces it
+        self.forward = Forward()  # assembly.py replaces it
         self.before_forward: Callable[[], object] = lambda: None  # AsyncLLM replaces it
         self.rows, self.stopwatch = CachedRows(), Stopwatch()
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from tqdm import tqdm
 
-from nanoengine.compat import refuse_unserved, takes
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
@@ -19,9 +18,10 @@ from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 from nanoengine.steps import uninterrupted
+from nanoengine.unknown_arguments import refuse_unserved, takes
 
 if TYPE_CHECKING:  # at run time it is imported when metrics are requested
-    from nanoengine.extensions.metrics import Metric
+    from nanoengine.metrics import Metric
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -61,7 +61,7 @@ class LLM(AbstractContextManager["LLM"]):
             sampling_params: one for all prompts, or one per prompt. None: `get_default_sampling_params()`.
             use_tqdm: show progress.
             priority: one per prompt, with `scheduling_policy="priority"`. A lower number runs first.
-            unserved: vLLM's other arguments, accepted if they are a no-op. compat.py documents the rule.
+            unserved: vLLM's other arguments, accepted if they are a no-op: see unknown_arguments.py.
 
         Raises:
             ValueError, TypeError: a prompt or parameter is invalid. No request was queued. After
@@ -119,7 +119,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def render_chat(self, messages: Sequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
         """Render conversations with the chat template. Returns prompts for `generate` and the like."""
-        from nanoengine.extensions.chats import render_chats
+        from nanoengine.chat.templates import render_chats
 
         settings = {"add_generation_prompt": True, **template_settings}
         return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)

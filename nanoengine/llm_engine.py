@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
+from nanoengine.assembly import start_runner
 from nanoengine.backends.kv_cache import KVGroup
-from nanoengine.compat import refuse_unserved
+from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
-from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.started import Started
-from nanoengine.startup import start_runner
 from nanoengine.steps import Owner, log, uninterrupted
+from nanoengine.unknown_arguments import refuse_unserved
 
 if TYPE_CHECKING:  # imported when metrics are read
-    from nanoengine.extensions.metrics import Metric
+    from nanoengine.metrics import Metric
 
 # ---- The engine ----------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # imported when metrics are read
 def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[..., ModelRunner]:
     """Return the runner class for layers in these groups. Some layers may have recurrent states."""
     if has_states:
-        from nanoengine.extensions.states import StatefulRunner
+        from nanoengine.extensions.recurrent_states import StatefulRunner
 
         return partial(StatefulRunner, len(groups))
     if len(groups) == 1:
@@ -70,12 +70,12 @@ class LLMEngine:
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
         if config.tensor_parallel_size > 1:
-            from nanoengine.contrib.parallel import start_ranks
+            from nanoengine.extensions.parallel.ranks import start_ranks
 
             start = partial(start_ranks, start)
         self.draft_model = None
         if config.speculation is not None and config.speculation.model is not None:
-            from nanoengine.contrib.drafts import DraftModel
+            from nanoengine.extensions.draft_model import DraftModel
 
             self.draft_model = DraftModel.start(config, self.checkpoint, self.max_model_len, start_runner)
             start = partial(start, beside_bytes=self.draft_model.block_bytes)
@@ -93,14 +93,14 @@ class LLMEngine:
         self._stats = RequestStats(self.max_model_len)  # counts finished requests
         self._processors: list[Any] = []  # the engine's logits processors; a request may add its own
         if config.logits_processors:
-            from nanoengine.contrib.processors import find_functions
+            from nanoengine.extensions.processors import find_functions
 
             self._processors = find_functions(config.logits_processors)
         self._reloader: Any = None  # set when weights are replaced
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
         if config.trace is not None:
-            from nanoengine.contrib.trace import Tracer
+            from nanoengine.extensions.trace import Tracer
 
             requests = self._request_of
             self._tracer = Tracer(
@@ -136,12 +136,12 @@ class LLMEngine:
         make_core: Callable[..., EngineCore] = EngineCore
         make_scheduler: Callable[..., Scheduler] = Scheduler
         if config.kv_store is not None:
-            from nanoengine.contrib.kvstore import StoringBlockManager, StoringCore, connect
+            from nanoengine.extensions.kvstore.connector import StoringBlockManager, StoringCore, connect
 
             settings["connector"] = connect(config, started, self.checkpoint.hf_config)
             make_blocks, make_core = StoringBlockManager, StoringCore
         elif started.num_state_slots:
-            from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
+            from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulScheduler
 
             make_blocks = partial(StatefulBlockManager, num_state_slots=started.num_state_slots)
             stateful: Any = runner
@@ -157,7 +157,7 @@ class LLMEngine:
             make_scheduler = self.draft_model.make_scheduler(started)
         elif config.speculation is not None:
             from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
-            from nanoengine.extensions.structured import GrammarProposer
+            from nanoengine.extensions.structured.constraints import GrammarProposer
 
             propose = GrammarProposer(NgramProposer(config.speculation), config.num_speculative_tokens)
             most = config.speculation.max_drafting_seqs
@@ -208,7 +208,7 @@ class LLMEngine:
         """Yield a factory per logits processor of a sample: the request's, the engine's, the grammar's."""
         params = checked.params
         if functions := [*(params.logits_processors or ()), *self._processors]:
-            from nanoengine.contrib.processors import FunctionProcessor
+            from nanoengine.extensions.processors import FunctionProcessor
 
             yield from (partial(FunctionProcessor, one) for one in functions)
         if params.structured_outputs is not None:
@@ -217,7 +217,7 @@ class LLMEngine:
     @cached_property
     def _grammars(self) -> Any:
         """The compiler of structured outputs, created when the first request needs it."""
-        from nanoengine.extensions.structured import Grammars
+        from nanoengine.extensions.structured.constraints import Grammars
 
         grammars = Grammars(self.checkpoint.tokenizer, self.checkpoint.vocab_size)
         self.scheduler.skip_unless(grammars.is_ready)
@@ -302,7 +302,7 @@ class LLMEngine:
             if collected is not None:
                 self._take(collected)
             elif self.scheduler.is_ready is not None and not self.core.in_flight:
-                from nanoengine.extensions.structured import wait_for_mask
+                from nanoengine.extensions.structured.constraints import wait_for_mask
 
                 wait_for_mask([*self.scheduler.running, *self.scheduler.waiting])
         except BaseException:
@@ -362,7 +362,7 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise RuntimeError("there are unfinished requests: finish or abort them first")
         if self._reloader is None:
-            from nanoengine.contrib.reload import Reloader
+            from nanoengine.extensions.update_weights import Reloader
 
             self._reloader = Reloader(self.config, self.checkpoint, self.runner.model)
         self._reloader.update_weights(weights)
@@ -370,13 +370,13 @@ class LLMEngine:
 
     def metrics(self) -> dict[str, int | float]:
         """Return counters since the start, and the state of the queues and the cache: see metrics.py."""
-        from nanoengine.extensions.metrics import metrics
+        from nanoengine.metrics import metrics
 
         return metrics(self)
 
     def get_metrics(self) -> list["Metric"]:
         """Return the metrics, and histograms of finished requests, in the form of vLLM's reader."""
-        from nanoengine.extensions.metrics import get_metrics
+        from nanoengine.metrics import get_metrics
 
         return get_metrics(self)
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nanoengine.compat import without_unserved
+from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
-from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+from nanoengine.unknown_arguments import without_unserved
 
 
 class TextPrompt(TypedDict):

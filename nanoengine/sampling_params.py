@@ -8,7 +8,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, get_args
 
-from nanoengine.compat import SAMPLING_IGNORES, accepts
+from nanoengine.unknown_arguments import SAMPLING_IGNORES, accepts
 
 
 def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:

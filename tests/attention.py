@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from nanoengine.backends.inputs import AttentionMetadata
+from nanoengine.backends import int8_cache
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.contrib import int8_cache
+from nanoengine.backends.step_inputs import AttentionMetadata
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Batches: (new tokens, tokens in all) per sequence.

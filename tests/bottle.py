@@ -27,12 +27,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.backends.attention import TorchAttention
 from nanoengine.backends.device import Attention, Device, Download
 from nanoengine.backends.kv_cache import KVSpec, group_layers
+from nanoengine.backends.paged_attention import TorchAttention
+from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.engine import ModelRunner
-from nanoengine.extensions.structured import Grammars
-from nanoengine.models.checkpoint import open_checkpoint
+from nanoengine.extensions.structured.constraints import Grammars
 from nanoengine.sampling.edits import TokenCounts
 from nanoengine.sampling.sampler import sample_rows
 from nanoengine.started import Started
@@ -221,7 +221,7 @@ def virtual(loop: Loop):
         patch.setattr(time, "monotonic", loop.time)
         patch.setattr(time, "time", loop.time)
         patch.setattr(time, "thread_time", loop.time)  # a mask must not be slow because the machine is
-        patch.setattr("nanoengine.apps.gate.CLIENT_SECONDS", CLIENT_SECONDS)
+        patch.setattr("nanoengine.server.connections.CLIENT_SECONDS", CLIENT_SECONDS)
         patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=numbers.getrandbits(128)))
         # Python delays signals in the main thread only, and the engine's thread is another one.
         patch.setattr(signal, "getsignal", lambda number: None)
@@ -229,7 +229,7 @@ def virtual(loop: Loop):
         patch.setattr("nanoengine.async_llm.threading", fakes)
         patch.setattr("nanoengine.llm_engine.start_runner", start)
         patch.setattr("nanoengine.llm_engine.open_checkpoint", lambda *_, **__: demo())
-        patch.setattr("nanoengine.extensions.structured.Grammars", lambda *_: grammars())
+        patch.setattr("nanoengine.extensions.structured.constraints.Grammars", lambda *_: grammars())
         try:
             yield
         finally:

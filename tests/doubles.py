@@ -275,7 +275,7 @@ def install(monkeypatch) -> Counter[str]:
     monkeypatch.setattr("nanoengine.backends.cuda.fuse", lambda function: function)
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
-    monkeypatch.setattr("nanoengine.backends.cpu.device.CPU", FakeGPU)
+    monkeypatch.setattr("nanoengine.backends.cpu.cpu_device.CPU", FakeGPU)
     memory = {  # of a card of 1 GiB, of which something else holds 64 MiB, and this process 30 MiB
         "reset_peak_memory_stats": None,
         "empty_cache": None,

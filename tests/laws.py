@@ -9,7 +9,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
+from nanoengine.backends.step_inputs import NUM_RESERVED_SLOTS
 from nanoengine.engine import BlockKey, BlockManager, Scheduler, Sequence
 
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.models.files import UnsupportedModelError
-from nanoengine.models.hf_config import language_part
+from nanoengine.checkpoints.checkpoint import open_checkpoint
+from nanoengine.checkpoints.hf_config import language_part
+from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
 from tests.helpers import (
     ALTERNATING,
     GEMMA,

@@ -1,6 +1,6 @@
 """A pytest plugin: `kernels.cpp` as a processor with NEON runs it, compiled for it and emulated by qemu.
 
-    python -m pytest -p tests.neon tests/backends/test_attention.py
+    python -m pytest -p tests.neon tests/backends/test_paged_attention.py
 
 runs any test with these kernels in place of this machine's, and tells in the end which it did not call.
 It needs Debian's g++-aarch64-linux-gnu and qemu-user.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoengine.backends.cpu import build, device, kernels, packed
+from nanoengine.backends.cpu import build, cpu_device, kernels, packed
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PROCESSOR = os.environ.get("NEON_PROCESSOR", "armv8.2-a+dotprod")  # what the compiler calls it
@@ -104,7 +104,7 @@ def extent(tensor: Tensor) -> int:
 
 def pytest_configure() -> None:
     """Install the emulated kernels before any test is imported."""
-    kernels.Kernels = device.Kernels = EmulatedKernels  # type: ignore[misc, attr-defined]
+    kernels.Kernels = cpu_device.Kernels = EmulatedKernels  # type: ignore[misc, attr-defined]
     # A call of a whole layer hands addresses over. It calls these same functions.
     packed.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from nanoengine import requests
-from nanoengine.apps.server import Server
-from nanoengine.apps.service import Service
+from nanoengine.server.process import Server
+from nanoengine.server.service import Service
 from tests.helpers import DEMO
 
 TIMEOUT = 300.0  # seconds until a test gives up; a busy machine may need many

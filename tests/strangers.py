@@ -29,9 +29,9 @@ import transformers
 from safetensors.torch import load_file
 
 from nanoengine import LLM, SamplingParams
+from tests.checkpoints.test_gguf import Parts, change_parts, check_right, load
+from tests.checkpoints.test_quantized_formats import merging_tokenizer, write_gguf
 from tests.helpers import TINY
-from tests.models.test_formats import merging_tokenizer, write_gguf
-from tests.models.test_gguf import Parts, change_parts, check_right, load
 
 IDS, BYTES, SECONDS = [5, 6, 7, 8, 9], 1 << 30, 1.0  # limits: memory beyond the sound model's, CPU time
 SETTINGS: dict[str, Any] = {"num_kv_blocks": 4, "block_size": 16, "max_num_seqs": 2, "max_model_len": 32}

@@ -37,7 +37,7 @@ def test_list_of_commands_needs_neither_pytorch_nor_an_extra():
 
 def test_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # makes its import fail
-    monkeypatch.delitem(sys.modules, "nanoengine.apps.server", raising=False)
+    monkeypatch.delitem(sys.modules, "nanoengine.server.process", raising=False)
     with pytest.raises(SystemExit):
         main(["serve", "demo"])
     monkeypatch.setitem(sys.modules, "redis", None)
@@ -103,7 +103,7 @@ def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, c
 
 
 def test_serve_refuses_an_address_in_use_before_it_loads_the_model(monkeypatch, capsys):
-    monkeypatch.setattr("nanoengine.apps.server.AsyncLLM", Mock(side_effect=AssertionError))
+    monkeypatch.setattr("nanoengine.server.process.AsyncLLM", Mock(side_effect=AssertionError))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit) as ended:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
-from nanoengine.apps import ask
+from nanoengine.cli import run as ask
 from tests.helpers import DEMO, THINKING_TEMPLATE, thinking_checkpoint
 
 ROOT = Path(__file__).parent.parent

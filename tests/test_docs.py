@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from docs import settings
 from docs.figures import PICTURES
 from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.apps.flags import describe
+from nanoengine.flags import describe
 from tests.helpers import DEMO
 from tests.launches import obstacle
 from tests.test_structure import PACKAGE, imports_of

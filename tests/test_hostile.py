@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.apps import ask
-from nanoengine.backends.cpu.threads import PinnedThreads
+from nanoengine.backends.cpu.pinned_threads import PinnedThreads
+from nanoengine.cli import run as ask
 from nanoengine.detokenizer import MAX_PENDING, Detokenizer
 from tests.helpers import BAD_FIELDS, DEMO, Lines, byte_tokenizer, ctrl_c, table_checkpoint
 from tests.laws import check_laws
@@ -134,7 +134,7 @@ def test_text_that_makes_the_tokenizer_panic_is_rejected(field, engine, monkeypa
     ],
 )
 def test_chat_template_that_fails_or_writes_too_much_is_a_value_error(template, message, engine, monkeypatch):
-    monkeypatch.setattr("nanoengine.extensions.chats.MAX_RENDERED", 5000)
+    monkeypatch.setattr("nanoengine.chat.templates.MAX_RENDERED", 5000)
     for content in ("hello", [{"type": "text", "text": "hello"}]):
         with pytest.raises(ValueError, match=message):
             engine[0].chat([{"role": "user", "content": content}], chat_template=template)

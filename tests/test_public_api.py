@@ -46,11 +46,19 @@ print(*sys.modules)
 def test_modules_are_imported_only_when_needed():
     run = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True)
     scheduler, llm, answer = (line.split() for line in run.stdout.splitlines())
-    unwanted = ("transformers", "nanoengine.models", "nanoengine.llm", "nanoengine.requests")
+    unwanted = (
+        "transformers",
+        "nanoengine.models",
+        "nanoengine.checkpoints",
+        "nanoengine.llm",
+        "nanoengine.requests",
+    )
     unwanted += tuple(f"nanoengine.backends.{name}" for name in ("cpu", "cuda", "flash", "triton"))
     assert "nanoengine.engine" in scheduler
     assert not [name for name in scheduler if name.startswith(unwanted)]
-    unwanted = tuple(f"nanoengine.{name}" for name in ("apps", "extensions", "contrib", "backends.cuda"))
+    unwanted = tuple(
+        f"nanoengine.{name}" for name in ("cli", "server", "extensions", "lab", "viewer", "backends.cuda")
+    )
     assert "nanoengine.llm_engine" in llm
     assert not [name for name in llm if name.startswith(unwanted)]
     # transformers' own models, and what their configs import, take a second.
@@ -66,8 +74,7 @@ def test_modules_are_imported_only_when_needed():
 def test_type_checkers_see_the_public_names():
     nodes = ast.parse((PACKAGE / "__init__.py").read_text()).body
     block = next(node for node in nodes if isinstance(node, ast.If))
-    modules = {name for name in nanoengine._NAMES if not name.startswith("contrib.")}
-    assert {node.module for node in block.body} == {f"nanoengine.{name}" for name in modules}
+    assert {node.module for node in block.body} == {f"nanoengine.{name}" for name in nanoengine._NAMES}
     for name, module in nanoengine._MODULE_OF.items():  # defined there, and not only imported
         source = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
         assert re.search(rf"^(class {name}\b|(\w+ = )*{name} = )", source, re.MULTILINE)
@@ -133,9 +140,7 @@ def test_only_commands_print():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     }
-    assert printing <= {f"apps/{name}.py" for name in ("ask", "bench")} | {
-        f"contrib/{name}.py" for name in ("lab", "lab_command")
-    }
+    assert printing <= {"cli/run.py", "cli/bench.py", "lab/simulation.py", "lab/command.py"}
 
 
 def shared_state() -> dict[str, str]:

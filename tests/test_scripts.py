@@ -42,8 +42,8 @@ def test_example_prints_the_right_answers(example):
     assert "Q (19 tokens): What is 27 + 58?" in example.stdout
     modules = imported(example.stderr)
     assert "nanoengine.engine" in modules
-    assert not [name for name in modules if name.startswith("nanoengine.apps")]
-    assert "nanoengine.models.download" not in modules, "not needed for a local model"
+    assert not [name for name in modules if name.startswith(("nanoengine.cli", "nanoengine.server"))]
+    assert "nanoengine.checkpoints.download" not in modules, "not needed for a local model"
 
 
 BENCH = ["--num-requests", "9", "--prompt-len", "3", "20", "--output-len", "30", "60"]
@@ -87,4 +87,4 @@ def test_bench_measures_requests_of_seeded_lengths_after_a_warm_up(monkeypatch, 
         assert f"{number} {kind} tokens, {number:.0f} a second" in printed
     main()
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
-    assert not [name for name in imports_of(ROOT / "bench.py") if name.startswith("apps")]
+    assert not [name for name in imports_of(ROOT / "bench.py") if name.startswith("cli")]

@@ -13,8 +13,8 @@ import re
 import pytest
 
 from nanoengine import LLM, AsyncLLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, compat
-from nanoengine.apps.flags import FlexibleArgumentParser
-from nanoengine.extensions.metrics import Counter, Gauge, Histogram
+from nanoengine.flags import FlexibleArgumentParser
+from nanoengine.metrics import Counter, Gauge, Histogram
 from tests.helpers import finish
 
 PROMPTS = ["Hello, my name is", "The president of", "The capital of Franc", "The future of A"]

@@ -25,10 +25,10 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.backends.device import Attention
-from nanoengine.backends.inputs import BIN_SLOT, ZERO_SLOT
+from nanoengine.backends.step_inputs import BIN_SLOT, ZERO_SLOT
 from nanoengine.engine import BlockManager, EngineCore, Launch, ModelRunner, Sampled, Scheduler, Sequence
+from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.extensions.speculate import DraftingScheduler, is_draft
-from nanoengine.extensions.states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
 from nanoengine.sampling.logprobs import Reports
 from nanoengine.sampling_params import SamplingParams

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoengine.backends.attention import PagedAttention, TorchAttention
 from nanoengine.backends.device import (
     Attention,
     Compute,
@@ -33,10 +32,11 @@ from nanoengine.backends.device import (
     Trial,
     host_memory,
 )
-from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
 from nanoengine.backends.quantize import round_weights
 from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.config import EngineConfig
 
 # ---- Trying out attention backends ---------------------------------------------------------------

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoengine.backends.attention import BuildAttention, PagedAttention, TorchAttention
-from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
+from nanoengine.backends.host_memory import Available, available_memory
 from nanoengine.backends.kv_cache import KVSpec
-from nanoengine.backends.memory import Available, available_memory
+from nanoengine.backends.paged_attention import BuildAttention, PagedAttention, TorchAttention
 from nanoengine.backends.quantized import Pack
+from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
 from nanoengine.config import EngineConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -249,11 +249,11 @@ class Device:
 def _with_int8_cache(backend: type[PagedAttention]) -> type[PagedAttention]:
     """Return the backend for an int8 cache. The compiled kernels read both."""
     if backend is TorchAttention:
-        from nanoengine.contrib.int8_cache import Int8Attention
+        from nanoengine.backends.int8_cache import Int8Attention
 
         return Int8Attention
     if backend.name == "triton":
-        from nanoengine.contrib.int8_triton import Int8TritonAttention
+        from nanoengine.backends.int8_triton import Int8TritonAttention
 
         return Int8TritonAttention
     return backend

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import PagedAttention, Settings, whole_rows
-from nanoengine.backends.inputs import AttentionMetadata
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.paged_attention import PagedAttention, Settings, whole_rows
+from nanoengine.backends.step_inputs import AttentionMetadata
 from nanoengine.backends.triton import write_kv
 
 Metadata = AttentionMetadata[Tensor]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoengine.backends.memory import zeros_on_large_pages
+from nanoengine.backends.host_memory import zeros_on_large_pages
 
 
 class KVSpec(NamedTuple):

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import PagedAttention, Settings, whole_rows
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.paged_attention import PagedAttention, Settings, whole_rows
 
 try:
     import triton
@@ -109,7 +109,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     parts,  # (S, num_splits, H, D') float32: weighted sums of values, for the splits of decodes
     sums,  # (S, num_splits, H, 2) float32: the largest score, and the sum of weights relative to it
     q,  # (T, H, D)
-    k_cache,  # (num_blocks, B, K, D), or an int8 cache (contrib/int8_cache.py)
+    k_cache,  # (num_blocks, B, K, D), or an int8 cache (backends/int8_cache.py)
     v_cache,  # (num_blocks, B, K, D'), or an int8 cache
     block_tables,  # (S, longest table) int32
     cu_seqlens_q,  # (S + 1,) int32

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoengine.backends.attention import GroupedAttention
 from nanoengine.backends.device import Attention
-from nanoengine.backends.inputs import ModelInputs
+from nanoengine.backends.paged_attention import GroupedAttention
+from nanoengine.backends.step_inputs import ModelInputs
 from nanoengine.engine import (
     Block,
     BlockKey,
@@ -218,7 +218,7 @@ class WindowedBlockManager(BlockManager):
                 self._release(table[index])
                 table[index] = 0
                 num_released += 1
-            # With kvstore.py, tokens loaded from a store may move the start of the window past the table.
+            # With a KV store, tokens loaded from a store may move the start of the window past the table.
             table += [0] * (first - len(table))
         if num_released:
             self.tell("skipped", seq)
@@ -257,7 +257,7 @@ class WindowedRunner(ModelRunner):
         inputs = super().build_inputs(batch, before)
         meta, positions, size = inputs.metadata, inputs.positions, self.block_size
         seqs = [chunk.seq for chunk in batch.chunks]
-        # The trial batches of startup.py are not in more_tables: they use one table for all groups.
+        # The trial batches of assembly.py are not in more_tables: they use one table for all groups.
         more = [self.more_tables.get(seq, [seq.block_table] * (self.num_groups - 1)) for seq in seqs]
         tables = [seq.block_table for seq in seqs]  # the first group's tables, then the second's...
         for of_group in zip(*more, strict=True):

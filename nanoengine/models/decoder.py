@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.models.decoder_config import DecoderConfig
+from nanoengine.backends.paged_attention import PagedAttention
+from nanoengine.checkpoints.decoder_config import DecoderConfig
 
 # ---- Rotary position embedding ------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 transformers lets a library register an attention function (`AttentionInterface`), and passes every attention
 layer's queries, keys and values to it. So the model's own class can compute the flat batch as one row of T
 tokens with explicit positions, without a cache object and without a mask. The registered function attends to
-the same paged KV cache as decoder.py. If a model computes attention in its own code, eager.py replaces that
-code. If some of its layers keep a recurrent state, states.py supplies and stores the states of these layers.
+the same paged KV cache as decoder.py. If a model computes attention in its own code, replaced_attention.py
+replaces that code. If some of its layers keep a recurrent state, recurrent.py supplies and stores the states.
 `_probe` rejects a model if tokens influence each other anywhere else, or if it counts positions itself.
 """
 
@@ -23,21 +23,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.paged_attention import PagedAttention
 from nanoengine.backends.quantized import Pack, Quantized, floats
-from nanoengine.config import EngineConfig
-from nanoengine.models.checkpoint import SERVED_DTYPES, Checkpoint
-from nanoengine.models.eager import METHODS, replace_attention
-from nanoengine.models.files import UnsupportedModelError, as_value_error, check_dtypes, refuse_misfit
-from nanoengine.models.hf_config import (
+from nanoengine.checkpoints.checkpoint import SERVED_DTYPES, Checkpoint
+from nanoengine.checkpoints.hf_config import (
     ATTENTION_NAME,
     ATTENTION_TYPES,
     PART_NAMES,
     attention_implementation,
     check_config,
 )
-from nanoengine.models.linear import use_linear_layers
+from nanoengine.checkpoints.safetensors_files import (
+    UnsupportedModelError,
+    as_value_error,
+    check_dtypes,
+    refuse_misfit,
+)
+from nanoengine.config import EngineConfig
+from nanoengine.models.linear_layers import use_linear_layers
+from nanoengine.models.replaced_attention import METHODS, replace_attention
 
 # The allowed difference between two trial passes, relative to the norm of a token's queries, keys or hidden
 # state. Passes of one shape differ at most in the order of sums, by less than 1e-6 in float32. A wrong
@@ -88,7 +93,7 @@ AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 def is_mixer(kind: type) -> bool:
     """Return whether modules of a class store recurrent states in transformers' cache, judging by their code.
 
-    RecurrentGemma's module stores its state in itself. states.py replaces its code.
+    RecurrentGemma's module stores its state in itself. recurrent.py replaces its code.
     """
     forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
@@ -203,7 +208,7 @@ class HFModel(nn.Module):
         mixers = [module for module in causal_lm.modules() if is_mixer(type(module))]
         self.states = None
         if mixers:
-            from nanoengine.models.states import States
+            from nanoengine.models.recurrent import States
 
             self.states = States(mixers)
         self.kv_specs: list[KVSpec] = []  # what attention stores per token, in call order
@@ -298,7 +303,7 @@ class HFModel(nn.Module):
             raise UnsupportedModelError(
                 f"its {num_layers} layers make {num_calls} replaceable calls of attention instead of one each"
             )
-        if config.model_type not in METHODS:  # eager.py takes windows from fields of other names
+        if config.model_type not in METHODS:  # replaced_attention.py takes windows from fields of other names
             self._check_windows(max_model_len)
         if _differ([x[-1:] for x in first], [x[-1:] for x in among_others]):
             raise UnsupportedModelError("its tokens interact outside attention")
@@ -422,7 +427,7 @@ def _load_transformers(
     changed: set[str] = set()
     adapter = None
     if config.lora is not None:
-        from nanoengine.contrib.lora import Adapter
+        from nanoengine.checkpoints.lora import Adapter
 
         adapter = Adapter(Path(config.lora))
         names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}

@@ -13,12 +13,18 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from nanoengine.backends.cores import on_all_cores
+from nanoengine.backends.all_cores import on_all_cores
 from nanoengine.backends.quantized import Pack, PackedEmbedding, Quantized, floats
+from nanoengine.checkpoints.checkpoint import Checkpoint
+from nanoengine.checkpoints.safetensors_files import (
+    MisfitError,
+    Reader,
+    TensorHeader,
+    check_dtypes,
+    refuse_misfit,
+)
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
-from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.files import MisfitError, Reader, TensorHeader, check_dtypes, refuse_misfit
 
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
     from nanoengine.models.hf import HFModel
@@ -87,7 +93,7 @@ def _load_decoder(
     files = None if config.load_format == "dummy" else checkpoint.open_files()
     adapter = None
     if config.lora is not None:
-        from nanoengine.contrib.lora import Adapter
+        from nanoengine.checkpoints.lora import Adapter
 
         adapter = Adapter(Path(config.lora))
     shapes = {} if files is None else check_fit(whole, files.headers, checkpoint.path)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.device import upload
-from nanoengine.backends.inputs import SamplingMetadata
+from nanoengine.backends.step_inputs import SamplingMetadata
 
 # ---- Penalties -----------------------------------------------------------------------------------
 

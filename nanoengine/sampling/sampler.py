@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.device import upload
-from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
+from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
 from nanoengine.sampling.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 
@@ -104,7 +104,7 @@ class CachedRows:
     """Caches a step's rows and settings for as long as consecutive steps sample the same sequences."""
 
     def __init__(self) -> None:
-        self.max_num_seqs = self.max_model_len = 0  # startup.py sets the limits
+        self.max_num_seqs = self.max_model_len = 0  # assembly.py sets the limits
         self._seqs: list[Any] = []
         self._rows: list[SamplingRow] = []
         self._settings: list[RowSettings] = []

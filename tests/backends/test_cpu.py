@@ -16,10 +16,10 @@ from torch import nn
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.build import FLAGS, load_library
-from nanoengine.backends.cpu.device import CPU
+from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cpu.kernels import TYPES, Kernels
 from nanoengine.backends.cpu.packed import pack_weights
-from nanoengine.backends.cpu.threads import place
+from nanoengine.backends.cpu.pinned_threads import place
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device
 from nanoengine.config import EngineConfig
@@ -29,7 +29,7 @@ from tests.serving import TIMEOUT, wait_until
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
 CODE = """
 import json, os, threading, torch
-from nanoengine.backends.cpu.threads import PinnedThreads
+from nanoengine.backends.cpu.pinned_threads import PinnedThreads
 
 x = torch.randn(600, 600)
 cores = os.sched_getaffinity(0)

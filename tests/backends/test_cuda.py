@@ -18,9 +18,9 @@ from packaging.requirements import Requirement
 import nanoengine.engine
 import nanoengine.sampling.sampler
 from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.assembly import open_device
 from nanoengine.backends import flash, triton
-from nanoengine.backends.attention import TorchAttention
-from nanoengine.backends.cpu.device import CPU
+from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cuda import (
     CUDA,
     DecodeGraphs,
@@ -34,10 +34,10 @@ from nanoengine.backends.cuda import (
 from nanoengine.backends.device import Decodes, Trial
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.engine import ModelRunner, build_inputs
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling.sampler import SamplingRow, draw_rows, draw_tokens, scale_logits, sort_keys
-from nanoengine.startup import open_device
 from tests.attention import (
     ALL_DECODES,
     ALL_FRESH,

@@ -21,10 +21,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import nanoengine.assembly
 import nanoengine.sampling.sampler
-import nanoengine.startup
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu.device import CPU
+from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import upload
 from nanoengine.engine import ModelRunner
@@ -107,7 +107,7 @@ def attend(q, *tensors):
 def fake_gpu(cuda_guard, monkeypatch):
     """Return a context in which `LLM(device="cuda")` runs on fake tensors."""
     doubles.install(monkeypatch)  # streams, captures, memory figures
-    monkeypatch.setattr("nanoengine.backends.cpu.device.CPU", CPU)
+    monkeypatch.setattr("nanoengine.backends.cpu.cpu_device.CPU", CPU)
     monkeypatch.setattr("nanoengine.config.EngineConfig.resolve_device", lambda _: torch.device("cuda", 0))
     for name in ("capability", "capture_stream"):
         monkeypatch.setattr(CUDA, name, getattr(doubles.FakeGPU, name))
@@ -132,7 +132,7 @@ def fake_gpu(cuda_guard, monkeypatch):
         q, k, v, cu_q, cu_k, *([] if block_table is None else [block_table])
     )
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
-    load, launch, collect = nanoengine.startup.load_model, ModelRunner.launch, ModelRunner.collect
+    load, launch, collect = nanoengine.assembly.load_model, ModelRunner.launch, ModelRunner.collect
 
     def load_model(*args, device, **kwargs):
         with unset_fake_temporarily():  # with numbers, since a model is probed when it is loaded
@@ -147,7 +147,7 @@ def fake_gpu(cuda_guard, monkeypatch):
         with unset_fake_temporarily():  # it reads what has arrived, and computes nothing
             return collect(*args)
 
-    monkeypatch.setattr("nanoengine.startup.load_model", load_model)
+    monkeypatch.setattr("nanoengine.assembly.load_model", load_model)
     monkeypatch.setattr(ModelRunner, "launch", watched)
     monkeypatch.setattr(ModelRunner, "collect", collected)
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -293,7 +293,7 @@ def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypa
 
 
 def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_path_factory, monkeypatch):
-    kvstore = pytest.importorskip("nanoengine.contrib.kvstore")
+    kvstore = pytest.importorskip("nanoengine.extensions.kvstore.connector")
     path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
     calls = []
 

@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import nn
 
-from nanoengine.backends.attention import GroupedAttention, Settings
-from nanoengine.backends.cpu.attention import CompiledAttention
+from nanoengine.backends import int8_cache
+from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels
 from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
-from nanoengine.backends.cpu.scans import StateKernels
+from nanoengine.backends.cpu.state_kernels import StateKernels
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.paged_attention import GroupedAttention, Settings
 from nanoengine.backends.quantize import quantize
 from nanoengine.backends.quantized import Quantized
-from nanoengine.contrib import int8_cache
+from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import DecoderLayer, RMSNorm, rotate
-from nanoengine.models.decoder_config import DecoderConfig
 from tests.attention import metadata_of
 
 
@@ -494,7 +494,7 @@ INSTRUCTION_SETS = {
 }
 
 
-OTHER_FILES = "test_attention.py", "../contrib/test_int8_cache.py", "test_integers.py"
+OTHER_FILES = "test_paged_attention.py", "test_int8_cache.py", "test_integers.py"
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOOLS = "aarch64-linux-gnu-g++", "qemu-aarch64"  # Debian's g++-aarch64-linux-gnu and qemu-user
 FILES = (
-    *("backends/test_attention", "contrib/test_int8_cache", "backends/test_integers"),
+    *("backends/test_paged_attention", "backends/test_int8_cache", "backends/test_integers"),
     *("backends/test_kernels", "models/test_decoder", "sampling/test_sampler"),
 )
 SELECTION = """
-    test_attention or test_integers or test_int8_cache and kernel_writes
+    test_paged_attention or test_integers or test_int8_cache and kernel_writes
     or test_kernels and not instruction_set and not layer_in_one_call and not last_layer
     or test_sampler and kernel_samples
     or test_decoder and greedy_tokens and (qwen3-False or biases-False)

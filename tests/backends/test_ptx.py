@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from docs.ptx import Cta, Fault, GlobalMemory, Kernel
+from nanoengine.backends import int8_triton
 from nanoengine.backends import triton as backend
-from nanoengine.contrib import int8_triton
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
 from tests.launches import MUTATIONS, Emulated, obstacle
 

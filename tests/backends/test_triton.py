@@ -17,11 +17,11 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends import triton as backend
-from nanoengine.backends.attention import Settings
 from nanoengine.backends.cuda import try_out
+from nanoengine.backends.int8_triton import Int8TritonAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.paged_attention import Settings
 from nanoengine.backends.triton import FLOAT32, MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
-from nanoengine.contrib.int8_triton import Int8TritonAttention
 from tests.attention import (
     ALL_DECODES,
     ALL_FRESH,

@@ -12,9 +12,9 @@ from nanoengine import LLM, EngineConfig, SamplingParams
 from tests import doubles
 from tests.backends.test_kernels import quantized
 from tests.backends.test_triton import DEVICE, INTERPRETED, compiles, interpreted, runs_kernels, stack_bytes
+from tests.checkpoints.test_quantized_formats import CHECKPOINTS, check_equal, write, write_gguf
 from tests.helpers import checkpoint, hf_model, random_prompts
 from tests.launches import TARGETS, Emulated, Recorder, compile_launch, obstacle
-from tests.models.test_formats import CHECKPOINTS, check_equal, write, write_gguf
 
 from nanoengine.backends import triton_linear as backend  # isort: skip  # test_triton skips without Triton
 

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 
 from benchmarks.llama_cpp import LlamaCpp, prepare
 from nanoengine import LLM, SamplingParams
-from nanoengine.models.checkpoint import open_checkpoint
+from nanoengine.checkpoints.checkpoint import open_checkpoint
+from tests.checkpoints.test_quantized_formats import gguf_name
 from tests.helpers import checkpoint, random_prompts
-from tests.models.test_formats import gguf_name
 
 gguf = pytest.importorskip("gguf")
 

@@ -11,9 +11,9 @@ import pytest
 from examples.features import compare_drafts
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.config import SpeculativeConfig
-from nanoengine.extensions.metrics import Counter as MetricCounter
-from nanoengine.extensions.metrics import Vector
 from nanoengine.extensions.speculate import MAX_PAUSE, DraftingScheduler, Lookup, NgramProposer, is_draft
+from nanoengine.metrics import Counter as MetricCounter
+from nanoengine.metrics import Vector
 from tests.helpers import (
     DEMO,
     VARIED_SETTINGS,

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.onednn import OneDNNLinear
 from nanoengine.backends.cpu.packed import PackedLinear
+from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import RMSNorm
-from nanoengine.models.decoder_config import DecoderConfig
 from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
 
 LENGTHS = [1, 2, 15, 16, 17, 64, 300]

@@ -13,11 +13,12 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.models import hf, hf_config
-from nanoengine.models.eager import _slopes_of, alibi_slopes
-from nanoengine.models.files import UnsupportedModelError
+from nanoengine.checkpoints import hf_config
+from nanoengine.checkpoints.hf_config import attention_implementation, language_part
+from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
+from nanoengine.models import hf
 from nanoengine.models.hf import HFModel, _Waits
-from nanoengine.models.hf_config import attention_implementation, language_part
+from nanoengine.models.replaced_attention import _slopes_of, alibi_slopes
 from tests.helpers import (
     ALTERNATING,
     GEMMA,
@@ -149,7 +150,7 @@ def paged_model(tmp_path_factory):
 
 def test_layers_may_store_differently_wide_keys(paged_model, monkeypatch):
     """The second layer has fewer KV heads; every layer gets a cache of its own shape."""
-    monkeypatch.setitem(sys.modules, "nanoengine.models.states", None)  # nothing needs it here
+    monkeypatch.setitem(sys.modules, "nanoengine.models.recurrent", None)  # nothing needs it here
     model = paged_model("olmo")
     attention = model.model.layers[1].self_attn
     attention.k_proj, attention.v_proj = nn.Linear(64, 16, bias=False), nn.Linear(64, 16, bias=False)

@@ -10,7 +10,7 @@ from torch import nn
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.cpu.packed import PackedLinear, pack_weights
-from nanoengine.models.linear import use_linear_layers
+from nanoengine.models.linear_layers import use_linear_layers
 from tests.helpers import VOCAB, checkpoint, greedy, hf_model, random_prompts
 
 MIXTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss", "olmoe", "granite-moe", "deepseek-v3", "phimoe"]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.quantized import PackedEmbedding
-from nanoengine.models.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
+from nanoengine.checkpoints.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers
 from nanoengine.models.load import load_model
@@ -187,7 +187,7 @@ def test_a_signal_while_the_tokenizer_loads_is_no_error_of_the_tokenizer(interru
         raise interrupt
 
     byte_tokenizer().save_pretrained(copy)
-    monkeypatch.setattr("nanoengine.models.checkpoint.AutoTokenizer.from_pretrained", interrupted)
+    monkeypatch.setattr("nanoengine.checkpoints.checkpoint.AutoTokenizer.from_pretrained", interrupted)
     with pytest.raises(interrupt):
         LLM(copy, num_kv_blocks=4)
 
@@ -276,8 +276,8 @@ def test_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
     def fail(*_, **__):
         raise ImportError("SentencePieceExtractor requires the SentencePiece library")
 
-    monkeypatch.setattr("nanoengine.models.checkpoint.AutoTokenizer.from_pretrained", fail)
-    monkeypatch.setattr("nanoengine.models.checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("nanoengine.checkpoints.checkpoint.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("nanoengine.checkpoints.checkpoint.find_spec", lambda name: None)
     (copy / "tokenizer.model").write_bytes(b"")
     refuse(copy, r"needs sentencepiece: pip install 'nanoengine\[sentencepiece\]'")
     (copy / "tokenizer.json").write_text("{}")

@@ -2,7 +2,7 @@
 // head's numbers rounded to 8 bits. A token's row, of K or of V, then has the integers of its K heads, followed by their
 // scales in float: K * (D + SCALE) bytes. A number is integer * scale. Scores are multiplied by K's scale, and weights by
 // V's, so integers are multiplied as they are: bf16 represents them exactly.
-// contrib/int8_cache.py has the definition in PyTorch.
+// backends/int8_cache.py has the definition in PyTorch.
 
 #pragma once
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import Settings
 from nanoengine.backends.cpu.build import load_library
-from nanoengine.backends.inputs import SamplingMetadata
+from nanoengine.backends.host_memory import zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.memory import zeros_on_large_pages
+from nanoengine.backends.paged_attention import Settings
 from nanoengine.backends.quantized import Form, Quantized
+from nanoengine.backends.step_inputs import SamplingMetadata
 from nanoengine.steps import unwound_by_sigterm
 
 PLAIN = Form()
@@ -25,7 +25,7 @@ class Kernels:
     """Calls the functions of kernels.cpp, compiled for this machine's processor and cached between runs.
 
     The constructor compiles them for one dtype, and `serves` for any other when it is first requested.
-    The KV cache has the same dtype, or is an int8 cache (contrib/int8_cache.py).
+    The KV cache has the same dtype, or is an int8 cache (backends/int8_cache.py).
     Source of the idea: vLLM's `csrc/cpu`.
 
     Raises:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoengine.backends.attention import GroupedAttention, PagedAttention
-from nanoengine.backends.cpu.attention import CompiledAttention
+from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels, as_int64
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.paged_attention import GroupedAttention, PagedAttention
 from nanoengine.backends.quantized import Form, Quantized, replace_linears
 
 

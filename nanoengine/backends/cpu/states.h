@@ -1,4 +1,4 @@
-// Layers with recurrent state (models/states.py): T tokens each of N sequences. States are read from the slots `sources`
+// Layers with recurrent state (models/recurrent.py): T tokens each of N sequences. States are read from the slots `sources`
 // and written to the slots `targets`. Tokens are processed one by one, so the result does not depend on how a prompt was
 // divided into chunks. States are float, except those of convolutions.
 

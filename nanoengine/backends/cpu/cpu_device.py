@@ -1,0 +1,130 @@
+"""`CPU`: the device with compiled kernels, packed weights and pinned threads."""
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoengine.backends.cpu.compiled_attention import CompiledAttention
+from nanoengine.backends.cpu.kernels import Kernels, dtype_name
+from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
+from nanoengine.backends.cpu.pinned_threads import PinnedThreads
+from nanoengine.backends.device import Attention, Device
+from nanoengine.backends.host_memory import keep_freed_memory
+from nanoengine.backends.kv_cache import KVSpec
+from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
+from nanoengine.backends.quantized import Quantized
+from nanoengine.config import EngineConfig
+
+
+class CPU(Device):
+    """Describes a CPU. The compiled kernels require a C++ compiler, and enforce_eager disables them."""
+
+    backends = (CompiledAttention, TorchAttention)
+    rounds_weights = rounds_activations = True
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        super().__init__(device, config)
+        self.threads = PinnedThreads(config.pin_threads)
+        self.kernels: Kernels | None = None
+        self._no_kernels: str | None = None  # why there are no kernels
+        keep_freed_memory()
+
+    def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See the base class. A dtype that has kernels is kept."""
+        if self._find_kernels(dtype):
+            return dtype
+        chosen = super().choose_dtype(dtype)
+        if chosen != dtype:
+            self._find_kernels(chosen)
+        return chosen
+
+    def _find_kernels(self, dtype: torch.dtype) -> bool:
+        """Use the kernels for that dtype, compiling them if necessary. Return whether there are any."""
+        try:
+            if self.config.enforce_eager:
+                raise RuntimeError("enforce_eager")
+            self.kernels, self._no_kernels = Kernels(dtype, self.config.kv_cache_dtype == "int8"), None
+        except RuntimeError as error:
+            self._no_kernels = str(error)
+        return self.kernels is not None
+
+    def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
+        """See the base class."""
+        if self.kernels is None or not self.kernels.serves(dtype):
+            return None
+        if (fitted := weight.fitted(dtype)) is None:
+            return None
+        return PackedLinear(fitted, bias, self.kernels, dtype, self._activation_bits(dtype))
+
+    def _activation_bits(self, dtype: torch.dtype) -> int:
+        """Return 8 if products with quantized weights round activations to 8 bits, else 0."""
+        is_faster = self.kernels is not None and self.kernels.are_integers_fast and dtype != torch.float32
+        return {"auto": 8 * is_faster, "int8": 8, "float": 0}[self.config.activations]
+
+    def prepare(self, model: Any) -> None:
+        """See the base class."""
+        has_states = bool(getattr(model, "states", None))
+        dtypes = {spec.dtype for spec in model.kv_specs}
+        for dtype in dtypes | ({next(model.parameters()).dtype} if has_states else set()):
+            if self.kernels is not None and not self.kernels.serves(dtype):
+                self.kernels, self._no_kernels = None, f"there are no kernels for {dtype_name(dtype)}"
+        self.draw = None if self.kernels is None else self.kernels.sample
+        if has_states:
+            from nanoengine.backends.cpu.state_kernels import StateKernels
+
+            model.states.kernels = self.kernels and StateKernels(self.kernels)
+        if self.bits and self.kernels is None:
+            asked = f"quantization={self.config.quantization!r}"
+            raise ValueError(f"{asked} needs compiled kernels: {self._no_kernels}")
+        if self.config.activations == "int8" and self.kernels is None:
+            raise ValueError(f"activations='int8' needs compiled kernels: {self._no_kernels}")
+        if not model.replaceable:
+            model.use_linear_layers()
+        pack_weights(model, self.kernels, self.bits, self._activation_bits(next(model.parameters()).dtype))
+        if model.replaceable and self.kernels is not None:
+            model.use_kernels(self.kernels)
+            for i, layer in enumerate(model.layers):
+                if CompiledLayer.can_hold(layer):
+                    model.layers[i] = CompiledLayer(layer, self.kernels, i == len(model.layers) - 1)
+
+    @property
+    def is_exact(self) -> bool:
+        """See the base class."""
+        return self.kernels is not None and self.kernels.are_exact
+
+    def running(self) -> AbstractContextManager[object]:
+        """See the base class."""
+        return self.threads
+
+    def rest(self) -> None:
+        """See the base class."""
+        self.threads.end()
+
+    def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
+        """See the base class."""
+        attention = super().choose_attention(specs, settings)
+        if attention.backend is not CompiledAttention:
+            return attention
+        assert self.kernels is not None
+        if (num_threads := torch.get_num_threads()) > 1:
+            cpus = ", ".join(map(str, self.threads.cpus))
+            attention.notes.append(
+                f"{num_threads} threads {f'pinned to CPUs {cpus}' if cpus else 'not pinned'}"
+            )
+        if self.kernels.has_one_thread:
+            attention.notes.append("kernels use one thread: the compiler does not support OpenMP")
+        if self.kernels.was_compiled:
+            attention.notes.append(f"compiled now, {self.kernels.seconds:.1f} s")
+        return attention._replace(build=functools.partial(CompiledAttention, kernels=self.kernels))
+
+    def obstacle(
+        self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
+    ) -> str | None:
+        """See the base class."""
+        if backend is CompiledAttention:
+            return self._no_kernels
+        return super().obstacle(backend, specs, settings)

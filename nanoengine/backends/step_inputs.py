@@ -1,0 +1,97 @@
+"""The inputs of a step, as arrays on the host or tensors on the device. This module imports no engine code.
+
+Shape letters: T tokens in the batch, S sequences, R rows to sample, B block_size.
+"""
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+class AttentionMetadata(NamedTuple, Generic[Array]):
+    """Describes a flat batch: everything an attention backend needs besides q, k and v.
+
+    With several groups of layers (`kv_cache.group_layers`), block_tables and slot_mapping have an extra first
+    dimension, the group. A backend then gets the metadata of one group.
+    """
+
+    cu_seqlens_q: Array  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
+    cu_seqlens_k: Array  # (S + 1,) int32  the same for the keys they attend to: running sums of seq_lens
+    seq_lens: Array  # (S,) int32  tokens of sequence i in the cache after this step's are written
+    block_tables: Array  # (S, longest table) int32  block ids; null block: padding, or before the window
+    slot_mapping: Array  # (T,) int64  cache slot that receives each token's K and V; < B: discard
+    max_query_len: int  # this and the fields below are known on the host
+    max_seq_len: int
+    has_cached_tokens: bool  # False: all K and V that the sequences attend to are in this batch
+    num_leading_decodes: int = 0  # how many sequences at the start of the batch have one new token
+    # (N,) int64, on the host: the rows whose hidden states are used, ascending; None: all.
+    needed_rows: np.ndarray | None = None
+
+
+# Reserved slots for recurrent states: the zero state that each sequence starts from, never written, and a
+# slot for discarded states, never read.
+ZERO_SLOT, BIN_SLOT = 0, 1
+NUM_RESERVED_SLOTS = 2
+
+
+class StatePart(NamedTuple):
+    """Names rows [first, end) of a batch, which belong to one sequence, for layers with recurrent state."""
+
+    first: int
+    end: int
+    source: int  # slot of the state before these rows
+    target: int  # slot for the state after these rows
+    is_prompt: bool  # False: output tokens
+
+
+class StateLayout(NamedTuple, Generic[Array]):
+    """Tells which slot each part of a flat batch reads its recurrent state from, and which it writes.
+
+    N sequences compute one output token each. Everything else is in `parts`, in order: models/recurrent.py.
+    """
+
+    decode_rows: Array  # (N,) int64
+    decode_sources: Array  # (N,) int64
+    decode_targets: Array  # (N,) int64
+    parts: list[StatePart]  # on the host
+
+
+class ModelInputs(NamedTuple, Generic[Array]):
+    """Holds a batch as flat integers: no padding, no batch dimension."""
+
+    input_ids: Array  # (T,) int64; 0 where the token is pending
+    positions: Array  # (T,) int64  index of each token in its sequence
+    metadata: AttentionMetadata[Array]
+    sample_rows: Array  # (R,) int64  rows whose logits are needed
+    pending_rows: Array  # (P,) int64  rows whose token is pending
+    pending_samples: Array  # (P,) int64  index of that token among the samples of the step in flight
+    states: StateLayout[Array] | None = None  # None: no layer has recurrent state
+
+
+def send_inputs(
+    inputs: ModelInputs[np.ndarray], send: Callable[[list[np.ndarray]], list[Tensor]]
+) -> ModelInputs[Tensor]:
+    """Copy a batch to a device with its `send`. The next call overwrites the memory."""
+    meta = inputs.metadata
+    # A CUDA graph reads the first arrays: their addresses must not depend on the number of sampled rows.
+    of_states = [] if inputs.states is None else inputs.states[:3]
+    of_sampling = inputs.sample_rows, inputs.pending_rows, inputs.pending_samples
+    tensors = send([inputs.input_ids, inputs.positions, *meta[:5], *of_states, *of_sampling])
+    metadata = AttentionMetadata._make([*tensors[2:7], *meta[5:]])
+    states = None if inputs.states is None else StateLayout._make([*tensors[7:10], inputs.states.parts])
+    return ModelInputs._make([*tensors[:2], metadata, *tensors[-3:], states])
+
+
+class SamplingMetadata(NamedTuple):
+    """Holds how each row's token is sampled."""
+
+    temperature: NDArray[np.float32]  # (R,)  0: greedy
+    top_k: NDArray[np.int64]  # (R,)  0: all
+    top_p: NDArray[np.float32]  # (R,)  infinity: all
+    min_p: NDArray[np.float32]  # (R,)  0: all
+    u: NDArray[np.float64]  # (R,)  a random number in [0, 1)

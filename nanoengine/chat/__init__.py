@@ -1,0 +1,1 @@
+"""Chats: templates turn messages into prompts, and parsers turn answers into tool calls and reasoning."""

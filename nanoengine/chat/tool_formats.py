@@ -1,0 +1,579 @@
+"""Tool calls and reasoning: turns text between a model's own tags into fields of OpenAI's messages.
+
+The tags come from the tokenizer (`response_template`, transformers 5.13 and later), or else from the tables
+below, by a mark in the chat template. `AnswerParser` splits the text as it arrives, and text that does not
+parse stays text. A grammar enforces required calls (extensions/structured/constraints.py).
+
+Sources: the chat templates of the models that each row names; transformers/utils/chat_parsing.
+"""
+
+import ast
+import json
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_parsing.content_parsers import process_field
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from nanoengine.extensions.structured.json_schemas import closed
+from nanoengine.outputs import CompletionOutput
+from nanoengine.sampling_params import StructuredOutputsParams
+
+# ---- How models write ----------------------------------------------------------------------------
+
+# Repetitions in patterns are bounded, so that no text takes quadratic time to search.
+
+
+class ToolFormat(NamedTuple):
+    """Describes how a model writes a tool call."""
+
+    mark: str  # text that identifies a chat template of this format
+    tags: dict[str, Any]  # in terms of transformers' response templates
+    # If a call is plain JSON: the text around the JSON, and the key that holds the arguments.
+    begin: str | None = None
+    end: str = ""
+    arguments: str = "arguments"
+
+    @property
+    def field(self) -> dict[str, Any]:
+        """The response template's field for calls."""
+        field = {"content": "json", "repeats": True, **self.tags}
+        if "?P<name>" in self.tags["open_pattern"]:
+            field["transform"] = {"name": "{name}", "arguments": "{content}"}
+        return field
+
+
+TOOL_FORMATS = {
+    # The first format with its mark in the chat template is chosen, so the more specific ones come first.
+    "qwen3_coder": ToolFormat(
+        "<function=",
+        {
+            "open_pattern": r"\s{0,9}<tool_call>\s{0,9}<function=(?P<name>[^>\n]{1,99})>",
+            "close_pattern": r"</function>\s{0,9}</tool_call>\s{0,9}",
+            "content": "xml-inline",
+            # An unclosed argument matches without a key, which turns the whole call into text. The pattern
+            # then searches the rest only once.
+            "content_args": {
+                "tag_pattern": r"<parameter=(?:(?P<key>[^>\n]{1,99})>\n?(?P<value>.*?)\n?</parameter>|.*)"
+            },
+        },
+    ),
+    "hermes": ToolFormat(  # Qwen 2.5 and 3, Hermes
+        "<tool_call>",
+        {"open_pattern": r"\s{0,9}<tool_call>\s{0,9}", "close_pattern": r"\s{0,9}</tool_call>\s{0,9}"},
+        "<tool_call>\n",
+        "\n</tool_call>",
+    ),
+    "mistral": ToolFormat(  # name[ARGS]{...}, or a list of calls from earlier models
+        "[TOOL_CALLS]",
+        {
+            "open_pattern": r"\s{0,9}\[TOOL_CALLS\]\s{0,9}(?P<name>[\w.-]{0,99})"
+            r"(?:(?:\[CALL_ID\]\w{1,99})?\[ARGS\]|(?=\[\s{0,9}\{))",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+        },
+    ),
+    "harmony": ToolFormat(  # gpt-oss
+        "<|channel|>",
+        {
+            "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,19})?"
+            r" to=functions\.(?P<name>[\w.-]{1,99})(?:<\|channel\|>\w{1,19})?\s{0,9}"
+            r"(?:(?:<\|constrain\|>)?\w{1,19})?<\|message\|>",
+            "close_pattern": r"<\|call\|>|<\|end\|>",
+        },
+    ),
+    "gemma4": ToolFormat(
+        "<|tool_call>",
+        {
+            "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]{1,99})",
+            "close": "<tool_call|>",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        },
+    ),
+    "functiongemma": ToolFormat(
+        "<start_function_call>",
+        {
+            "open_pattern": r"<start_function_call>call:(?P<name>[\w.-]{1,99})",
+            "close": "<end_function_call>",
+            "content_args": {"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
+        },
+    ),
+    "llama3_json": ToolFormat(  # a call is the whole answer
+        "<|python_tag|>",
+        {"open_pattern": r"\A\s{0,9}<\|python_tag\|>\s{0,9}|\A\s{0,9}(?=\{)"},
+        begin="",
+        arguments="parameters",
+    ),
+}
+# JSON as chat templates write it, with Python's json.dumps.
+AS_TRAINED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+NO_TAG = "llama3_json"  # the format of required calls if the model's own format is not plain JSON
+
+REASONING_FORMATS = {
+    "harmony": (
+        {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>"},
+        "<|channel|>",
+    ),
+    "gemma4": ({"open": "<|channel>thought\n", "close": "<channel|>"}, "<|channel>"),
+    "deepseek_r1": (
+        {"open_pattern": r"\s{0,9}<think>\s{0,9}", "close_pattern": r"\s{0,9}</think>\s{0,9}"},
+        "<think>",
+    ),
+}
+# vLLM's other names for formats with the same tags.
+SAME = {"qwen3": "deepseek_r1", "openai": "harmony", "openai_gptoss": "harmony", "qwen3_xml": "qwen3_coder"}
+CONTENT = {"content": "text", "content_args": {"strip": False}}
+FINAL = {  # the tags that harmony writes around content
+    "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+    "close_pattern": r"<\|end\|>|<\|return\|>",
+    "repeats": True,
+    "join": "",
+}
+
+
+class Formats(NamedTuple):
+    """Describes how one model writes tool calls and reasoning. Chosen at startup."""
+
+    tools: str | None  # a name of TOOL_FORMATS; None: unknown
+    reasoning: str | None  # a name of REASONING_FORMATS
+    template: dict[str, Any] | None  # the tokenizer's own response template, which overrides both
+    special_tokens: dict[str, int]
+
+    def describe(self) -> str:
+        """Return the line that tells the user which formats are used."""
+        if self.template is not None:
+            return "tool calls and reasoning as the tokenizer's response_template says"
+        return f"tool calls: {self.tools or 'left as text'}, reasoning: {self.reasoning or 'left as text'}"
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether the tags are special tokens, so that the output text must keep special tokens."""
+        if self.template is not None:
+            return True
+        fields = (TOOL_FORMATS[self.tools].field if self.tools else {}, self.reasoning_field)
+        tags = json.dumps(fields).replace("\\", "")
+        return any(token in tags for token in self.special_tokens)
+
+    @property
+    def reasoning_field(self) -> dict[str, Any]:
+        """The response template's field for reasoning, empty if the format is unknown."""
+        return CONTENT | REASONING_FORMATS[self.reasoning][0] if self.reasoning else {}
+
+    def fields(self, has_tools: bool, forced: bool, is_structured: bool) -> dict[str, Any]:
+        """Return the response template's fields for an answer. `AnswerParser` documents the arguments."""
+        fields = {"reasoning": self.reasoning_field} if self.reasoning else {}
+        if is_structured:
+            if self.reasoning != "deepseek_r1":
+                return {"content": CONTENT}
+            fields["reasoning"]["open_pattern"] = r"\A\s{0,9}<think>\s{0,9}"  # only at the start
+            return {**fields, "content": CONTENT}
+        if forced:
+            fields["tool_calls"] = TOOL_FORMATS[self.forced_tools].field
+            if self.forced_tools == NO_TAG:  # the grammar allows only calls, so one may be anywhere
+                fields["tool_calls"]["open_pattern"] = r"\s{0,9}(?=\{)"
+        elif has_tools and self.tools:
+            fields["tool_calls"] = TOOL_FORMATS[self.tools].field
+        is_harmony = "harmony" in (self.tools, self.reasoning) and not forced
+        return {**fields, "content": CONTENT | (FINAL if is_harmony else {})}
+
+    def preamble(self, prompt: str) -> str | None:
+        """Return the grammar of the text allowed before structured output; None: no text is allowed."""
+        if self.reasoning != "deepseek_r1":
+            return None
+        begin, end = self.literal("<think>"), self.literal("</think>")
+        # Text always ends before a special token. Before an ordinary tag it ends only if matched lazily.
+        is_special = "</think>" in self.special_tokens
+        start = "thought SPACE" if is_thinking(prompt) else f"({begin} thought SPACE)?"
+        thought = f"thought{'' if is_special else '[lazy]'}: TEXT {end}"
+        return f"start: {start}\n{thought}\nTEXT: /(.|\\n)*/\nSPACE: /\\s*/"
+
+    def literal(self, text: str) -> str:
+        """Write text in llguidance's Lark: a special token by its id, other text in quotes."""
+        return f"<[{self.special_tokens[text]}]>" if text in self.special_tokens else json.dumps(text)
+
+    def required_calls(self, tools: list[dict[str, Any]], many: bool) -> str:
+        """Return a grammar in Lark for one call of these tools, or for one or more if `many` is set."""
+        kind = TOOL_FORMATS[self.forced_tools]
+        rules = []
+        for i, tool in enumerate(tools):
+            function = tool["function"]
+            # A function accepts only the arguments it names, although a schema that does not say so allows
+            # more. The schema is a grammar of its own, so that its references resolve.
+            parameters = {"type": "object", "properties": {}, **closed(function.get("parameters") or {})}
+            head = json.dumps({"name": function["name"], kind.arguments: 0}).removesuffix("0}")
+            rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}')}")
+            rules.append(f"arguments_{i}: %json {json.dumps({**parameters, 'x-guidance': AS_TRAINED})}")
+        begin, end = (" ".join(map(self.literal, parts(text))) for text in (kind.begin or "", kind.end))
+        rules.append("one: " + begin + " (" + " | ".join(f"call_{i}" for i in range(len(tools))) + ") " + end)
+        more = ' ("\\n" one)*' if many and kind.begin else ""
+        return "\n".join((f"start: one{more}", *rules))
+
+    @property
+    def forced_tools(self) -> str:
+        """The name of the format in which required calls are written."""
+        name = NO_TAG if self.tools is None or self.template is not None else self.tools
+        return name if TOOL_FORMATS[name].begin is not None else NO_TAG
+
+
+def parts(text: str) -> list[str]:
+    """Split a text into its tags and the text between them.
+
+    >>> parts("<a>b</a>")
+    ['<a>', 'b', '</a>']
+    """
+    return [part for part in re.split(r"(<[^>]*>)", text) if part]
+
+
+def is_thinking(prompt: str) -> bool:
+    """Return whether the prompt ends with an open <think> tag, so that the answer begins with reasoning."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def chosen(setting: str, name: str, marks: dict[str, str], template: str) -> str | None:
+    """Return the name of a format, chosen by its name or by its mark in the chat template; None for none."""
+    name = SAME.get(name, name)
+    if name == "auto":
+        return next((known for known, mark in marks.items() if mark in template), None)
+    if name not in (*marks, "none"):
+        raise ValueError(f"{setting} must be auto, none or one of {[*marks]}, got {name!r}")
+    return None if name == "none" else name
+
+
+def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto") -> Formats:
+    """Choose a model's formats by name, or by its tokenizer.
+
+    Raises:
+        ValueError: there is no format of that name, or the tokenizer's response template is malformed.
+    """
+    template = json.dumps(getattr(tokenizer, "chat_template", None), ensure_ascii=False)
+    own = getattr(tokenizer, "response_template", None) if (tools, reasoning) == ("auto", "auto") else None
+    if own is not None:
+        try:
+            load_response_template(own)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer's response_template cannot be read: {error}") from None
+    added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    return Formats(
+        chosen("tool_call_parser", tools, {name: one.mark for name, one in TOOL_FORMATS.items()}, template),
+        chosen("reasoning_parser", reasoning, {n: m for n, (_, m) in REASONING_FORMATS.items()}, template),
+        own,
+        {token.content: token_id for token_id, token in added.items() if token.special},
+    )
+
+
+# ---- Parsing an answer ---------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Holds a parsed piece of an answer."""
+
+    kind: str  # "content", "reasoning" or "tool_calls"
+    value: Any  # the text; for a call, its name and arguments
+
+
+MANY = 1 << 30  # no limit on the calls in an answer
+LOOK_BACK = 64  # how many characters before the position a pattern may look at
+
+
+class Tag(NamedTuple):
+    """Describes a tag that begins or ends a region of an answer."""
+
+    pattern: Any
+    may_grow: bool  # whether more text could make a match longer
+    region: str | None  # the region after the tag
+
+
+class AnswerParser:
+    """Splits one sample's text into content, reasoning and tool calls as the text arrives.
+
+    Args:
+        formats: how the model writes.
+        prompt: the prompt's text. Its end may already open a region of the answer.
+        tools: the tools shown to the model. If there are none, text that looks like a call stays text.
+        forced: whether a grammar forces the model to call the tools.
+        is_structured: whether the answer is structured output: all text after the reasoning is then content.
+        max_calls: limit on tool calls. Further ones are left out.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        prompt: str,
+        tools: list[dict[str, Any]],
+        forced: bool = False,
+        is_structured: bool = False,
+        max_calls: int = MANY,
+    ) -> None:
+        self.max_calls, self.num_calls = max_calls, 0
+        self.schemas = {
+            tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {}
+            for tool in tools
+        }
+        own, prefix = formats.template, prompt
+        if own is None or forced or is_structured:
+            own = {"start_anchor": "\0", "fields": formats.fields(bool(tools), forced, is_structured)}
+            prefix = "<think>" if formats.reasoning == "deepseek_r1" and is_thinking(prompt) else ""
+        spec = load_response_template(own)
+        if not tools:
+            spec.fields.pop("tool_calls", None)
+        # Calls are read here and not by transformers, so that a call that cannot be read stays text.
+        self.call_field = spec.fields.get("tool_calls")
+        self.region = spec.implicit  # the open field's name; None: text is dropped
+
+        def tags(name: str, kind: str, region: str | None) -> list[Tag]:
+            pattern, literals, can_extend = (
+                getattr(spec.fields[name], f"{kind}_{what}")
+                for what in ("re", "literals", "literal_can_extend")
+            )
+            return [Tag(pattern, literals is None or can_extend, region)] if pattern is not None else []
+
+        names = sorted(spec.fields)
+        self.tags: dict[str | None, list[Tag]] = {None: []}
+        self.tags |= {name: tags(name, "close", spec.implicit) for name in names}
+        self.tags[spec.implicit][:0] = [tag for name in names for tag in tags(name, "open", name)]
+        self.call: list[str] = []  # the tag and then the text of the open call, as far as they have arrived
+        self.captures: dict[str, str] = {}  # the named groups of that tag
+        self.buffer, self.position = spec.truncate_past_last_anchor(prefix) if prefix else "", 0
+        list(self._parts_of(is_end=False))  # opens the prompt's last region; drops parts: they are no answer
+        self.texts: list[str] = []  # the whole answer
+        self.has_parts = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Add text to the answer, and return the parts that this completes."""
+        self.texts.append(text)
+        done = max(0, self.position - LOOK_BACK)
+        self.buffer, self.position = self.buffer[done:] + text, self.position - done
+        return list(self._parts_of(is_end=False))
+
+    def finish(self) -> list[Part]:
+        """Return the text that was held back because it could have been part of a tag."""
+        found = list(self._parts_of(is_end=True))
+        if not found and not self.has_parts and any(self.texts):  # a required tag never came: keep the text
+            return [Part("content", "".join(self.texts))]
+        return found
+
+    def message(self, completion: CompletionOutput, is_stream: bool) -> dict[str, Any]:
+        """Return OpenAI's message, or the piece of it that this output adds."""
+        parts = self.feed(completion.text)
+        if completion.finish_reason is not None:
+            parts += self.finish()
+        content, reasoning = (
+            "".join(part.value for part in parts if part.kind == kind) for kind in ("content", "reasoning")
+        )
+        calls = []
+        for part in parts:
+            if part.kind == "tool_calls" and self.num_calls < self.max_calls:
+                place = {"index": self.num_calls} if is_stream else {}
+                name = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append({**place, "id": name, "type": "function", "function": part.value})
+                self.num_calls += 1
+        message: dict[str, Any] = {"content": content or (None if calls else "")}
+        if reasoning:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def _parts_of(self, is_end: bool) -> Iterator[Part]:
+        """Go from tag to tag like transformers' `ResponseParser`, but look at each character only once.
+
+        `ResponseParser` copies the whole text for each piece, and searches the rest of it for each tag.
+        """
+        matches: dict[Any, Any] = {}  # pattern -> its next match, searched from an earlier position
+        num_empty = 0
+        while True:
+            match, tag, end = self._next_tag(matches, is_end)
+            if num_empty > 2:  # the template's regions open and close without any text: stop
+                match, end = None, len(self.buffer)
+            yield from self._take(self.buffer[self.position : end])
+            if match is None:
+                self.position = end
+                break
+            num_empty = num_empty + 1 if match.end() == self.position else 0
+            self.position = match.end()
+            yield from self._end_call(match[0])
+            self.region = tag.region
+            if self.region == "tool_calls":
+                self.call = [match[0]]
+                self.captures = {name: text for name, text in match.groupdict().items() if text is not None}
+        if is_end:
+            yield from self._end_call("")
+
+    def _next_tag(self, matches: dict[Any, Any], is_end: bool) -> tuple[Any, Any, int]:
+        """Return the next certain tag as (match, tag), and where the text before it ends.
+
+        While more text may arrive, text that may become a tag, or a longer tag, is held back.
+        """
+        size = end = len(self.buffer)
+        certain = []
+        for tag in self.tags[self.region]:
+            match = matches.get(tag.pattern)
+            if tag.pattern not in matches or (match is not None and match.start() < self.position):
+                match = tag.pattern.search(self.buffer, self.position, partial=not is_end)
+                matches[tag.pattern] = match
+            if match is None:
+                continue
+            may_grow = match.end() == size and (tag.may_grow or match.start() == size)
+            if not is_end and (match.partial or may_grow):
+                end = min(end, match.start())
+            else:
+                certain.append((match, tag))
+        first: Any = min(certain, key=lambda one: (one[0].start(), -one[0].end()), default=None)
+        is_certain = first is not None and first[0].start() < end
+        return (*first, first[0].start()) if is_certain else (None, None, end)
+
+    def _take(self, text: str) -> Iterator[Part]:
+        """Add text to the open region."""
+        if self.region == "tool_calls":
+            self.call.append(text)
+        elif text and self.region is not None:
+            self.has_parts = True
+            is_thought = self.region in ("reasoning", "reasoning_content", "thinking")
+            yield Part("reasoning" if is_thought else "content", text)
+
+    def _end_call(self, end: str) -> list[Part]:
+        """Return the calls in a region that ends, or its text with its tags if they cannot be read."""
+        call, self.call = self.call, []
+        if not call:
+            return []
+        self.has_parts = True
+        try:
+            read = read_content("".join(call[1:]), self.call_field, self.captures)
+            if isinstance(read, dict) and read.get("name") == "":  # a list of calls, each with its own name
+                read = read["arguments"]
+            return [Part("tool_calls", self._call_of(one)) for one in listed(read)]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return [Part("content", "".join([*call, end]))]
+
+    def _call_of(self, read: Any) -> dict[str, str]:
+        """Return a call's name, and its arguments as JSON. Raises ValueError if it is not a call."""
+        call = read.get("function", read) if isinstance(read, dict) else None
+        if isinstance(call, str):  # {"type": "function", "function": "name", "parameters": ...}
+            call = read | {"name": call}
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError("no call")
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError("no arguments")
+        schemas = self.schemas.get(call["name"], {})
+        arguments = {name: cast_to(schemas.get(name), one) for name, one in arguments.items()}
+        return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+
+
+def listed(value: Any) -> list[Any]:
+    """Return the value itself if it is a list, else a list of the value."""
+    return value if isinstance(value, list) else [value]
+
+
+def read_content(text: str, field: Any, captures: dict[str, str]) -> Any:
+    """Parse a region's text by its field, like transformers' `process_field`, but in linear time."""
+    args = field.content_args
+    if field.content == "json" and (args.get("string_delims") or args.get("unquoted_keys")):
+        text = as_json(text, dict(args.get("string_delims", [])), args.get("unquoted_keys", False))
+        field = replace(field, content_args={"allow_non_json": args.get("allow_non_json", False)})
+    return process_field(text, field, captures)
+
+
+def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
+    """Rewrite JSON with other quotes, and possibly unquoted keys, as standard JSON.
+
+    >>> as_json("{a:<q>x</q>}", {"<q>": "</q>"}, True)
+    '{"a":"x"}'
+    """
+
+    def with_keys(text: str) -> str:
+        return re.sub(r"(?<=[{,])(\w+):", r'"\1":', text) if bare_keys else text
+
+    pieces, position = [], 0
+    opening = re.compile("|".join(map(re.escape, quotes)) or r"(?!)")
+    while quote := opening.search(text, position):
+        end = text.find(quotes[quote[0]], quote.end())
+        if end < 0:
+            break
+        string = json.dumps(text[quote.end() : end])
+        pieces += [with_keys(text[position : quote.start()]), string]
+        position = end + len(quotes[quote[0]])
+    return "".join([*pieces, with_keys(text[position:])])
+
+
+def cast_to(schema: Any, value: Any) -> Any:
+    """Convert a value written as text to the type in its schema. Returns it unchanged if that fails."""
+    kinds = listed(schema.get("type", "string")) if isinstance(schema, dict) else ["string"]
+    if not isinstance(value, str) or "string" in kinds:
+        return value
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            found = read(value.strip())
+            json.dumps(found, allow_nan=False)  # rejects Python values that JSON cannot hold, such as sets
+            return found
+    return value
+
+
+# ---- The tools of a chat -------------------------------------------------------------------------
+
+
+def is_object_schema(schema: Any) -> bool:
+    """Return whether this is None, or a JSON schema of an object. Checks the top level only."""
+    if not isinstance(schema, dict):
+        return schema is None
+    return schema.get("type", "object") == "object" and isinstance(schema.get("properties", {}), dict)
+
+
+class ToolChoice(NamedTuple):
+    """Records which tools a chat shows the model, and whether the model has to call one."""
+
+    tools: list[dict[str, Any]]
+    shown: bool
+    max_required: int  # limit on required calls: 0 (none is required), 1, or MANY
+
+    @classmethod
+    def read(cls, tools: Any, choice: Any) -> "ToolChoice":
+        """Read OpenAI's `tools` and `tool_choice`.
+
+        Raises:
+            ValueError, TypeError: one of them is malformed. The message names the field.
+        """
+        tools, names = [] if tools is None else tools, []
+        if not isinstance(tools, list):
+            raise TypeError(f"tools must be a list, got a {type(tools).__name__}")
+        for tool in tools:
+            match tool:
+                case {"function": {"name": str(name), **function}} if (
+                    name
+                    and tool.get("type", "function") == "function"
+                    and is_object_schema(function.get("parameters"))
+                ):
+                    names.append(name)
+                case _:
+                    raise ValueError(
+                        'tools must hold {"type": "function", "function": {"name": ..., "parameters": the '
+                        f"JSON schema of an object}}}}, got {tool!r:.200}"
+                    )
+        if choice in (None, "auto", "none"):
+            return cls(tools, bool(tools) and choice != "none", 0)
+        if not tools:
+            raise ValueError("tool_choice needs tools")
+        if choice == "required":
+            return cls(tools, True, MANY)
+        match choice:
+            case {"function": {"name": name}} | {"name": name} if (
+                name in names and choice.get("type", "function") == "function"
+            ):
+                return cls([tools[names.index(name)]], True, 1)
+        raise ValueError(f"tool_choice must be none, auto, required or one of {names}, got {choice!r}")
+
+    def constrain(
+        self, asked: StructuredOutputsParams | None, formats: Formats, prompt: str, parallel: bool
+    ) -> StructuredOutputsParams | None:
+        """Return the structured outputs for an answer to this prompt, with a preamble for reasoning."""
+        if self.max_required:
+            if asked is not None:
+                raise ValueError("tool_choice requires a tool call, which excludes other structured outputs")
+            many = parallel and self.max_required > 1
+            asked = StructuredOutputsParams(grammar=formats.required_calls(self.tools, many))
+        if asked is None or asked.preamble is not None:
+            return asked
+        return replace(asked, preamble=formats.preamble(prompt))

@@ -1,0 +1,1 @@
+"""Reads checkpoints: config, tokenizer, tensors and quantized formats, from safetensors and GGUF files."""

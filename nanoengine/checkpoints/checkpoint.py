@@ -1,0 +1,335 @@
+"""Finds a checkpoint, and reads everything except its weights: config, tokenizer, generation config."""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoTokenizer
+
+from nanoengine.checkpoints.decoder_config import (
+    SUPPORTED_ARCHITECTURES,
+    DecoderConfig,
+    architecture_of,
+    rope_settings,
+)
+from nanoengine.checkpoints.safetensors_files import (
+    Files,
+    Reader,
+    UnsupportedModelError,
+    as_value_error,
+    read_config,
+    read_json,
+)
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.steps import phase
+
+if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that needs it
+    from nanoengine.checkpoints.gguf import GGUFFile
+
+DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
+SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
+# Ends of the names of classes that generate no text. Other pooling models have a modules.json.
+POOLING = "ForSequenceClassification", "ForTokenClassification", "RewardModel"
+DEFAULT_LENGTH = 1 << 20  # default max_model_len of a model without positions
+MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
+# Tensors that only draft tokens (MTP). They have names of their own, or are in layers after the model's last.
+DRAFT_TENSORS = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Describes a model's files on this machine, and what its config says."""
+
+    path: Path
+    hf_config: Any
+    decoder_config: DecoderConfig | None  # None: decoder.py does not support the model
+    tokenizer: Any  # a transformers tokenizer; None: the checkpoint has none
+    eos_token_ids: tuple[int, ...]  # every id that ends a sequence
+    generation_config: dict[str, Any]
+    is_part: bool = False  # True: load only the language model of a multimodal model
+    quantization: dict[str, Any] | None = (
+        None  # the config's settings, if quantized_formats.py reads the weights
+    )
+    gguf: "GGUFFile | None" = None  # the open file: its header is parsed once
+
+    def open_files(self) -> Reader:
+        """Return a reader of the tensors, without those that only draft tokens."""
+        if self.gguf is not None:
+            return self.gguf if self.gguf.is_current() else type(self.gguf)(self.path)
+        rename: Callable[[str], str | None] | None = None
+        if self.is_part:
+            from nanoengine.checkpoints.hf_config import name_in_part
+
+            rename = name_in_part
+        if self.quantization is None:
+            files = Files(self.path, rename)
+        else:
+            from nanoengine.checkpoints.quantized_formats import QuantizedFiles, choose_format
+
+            weight_format = choose_format(self.quantization)
+            assert weight_format is not None
+            files = QuantizedFiles(self.path, rename, weight_format)
+        if unused := [name for name in files.headers if self.is_draft_tensor(name)]:
+            logging.getLogger(__name__).warning(
+                "%s: ignoring %d tensors of layers that the config does not have, the first is %r",
+                *(self.path, len(unused), unused[0]),
+            )
+            for name in unused:
+                del files.headers[name]
+        return files
+
+    def is_draft_tensor(self, name: str) -> bool:
+        """Return whether a tensor only serves to draft tokens. transformers ignores these tensors too."""
+        found = DRAFT_TENSORS.match(name)
+        return found is not None and (
+            found["layer"] is None or int(found["layer"]) >= self.hf_config.num_hidden_layers
+        )
+
+    @property
+    def quant_method(self) -> str | None:
+        """The format of the quantized weights; None: the weights are not quantized."""
+        if self.gguf is not None:
+            return "gguf"
+        stated = self.quantization or getattr(self.hf_config, "quantization_config", None)
+        return str(stated["quant_method"]) if stated else None
+
+    @property
+    def architecture(self) -> str:
+        """The name of the class that the checkpoint was saved from."""
+        return architecture_of(self.hf_config)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens in the vocabulary, which is the number of logits per token."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The number of positions the model supports, including rope scaling; None: the config has none."""
+        config = self.hf_config
+        stated = {name: getattr(config, name, None) for name in POSITIONS}
+        field = next((name for name, value in stated.items() if value is not None), None)
+        if field is None:
+            return None
+        positions: Any = stated[field]
+        self._check_number(field, positions)
+        for rope in rope_settings(config):
+            factor = 1.0 if rope.get("factor") is None else rope["factor"]
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", positions
+            )
+            self._check_number("rope's factor", factor)
+            self._check_number("rope's original_max_position_embeddings", original)
+            if rope["rope_type"] == "yarn":
+                positions = max(positions, int(original * factor))
+                self._check_number("rope's factor, times the original_max_position_embeddings,", positions)
+            elif rope["rope_type"] in ("dynamic", "longrope"):
+                # Past the original length the frequencies depend on the sequence's length, so every key in
+                # the cache would have to be computed again.
+                positions = min(positions, original)
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            # Inside the first chunk such a layer attends to everything. Later chunks do not see earlier ones,
+            # and no backend supports that.
+            self._check_number("attention_chunk_size", config.attention_chunk_size)
+            positions = min(positions, config.attention_chunk_size)
+        return int(positions)
+
+    def _check_number(self, field: str, value: Any) -> None:
+        if not isinstance(value, int | float) or not 0 < value <= MAX_POSITIONS:
+            where = self.path / "config.json"
+            raise ValueError(f"{where}: {field} must be above 0 and at most {MAX_POSITIONS}, got {value!r}")
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of generation_config.json, and vLLM's defaults for all others."""
+        names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        names["max_new_tokens"] = "max_tokens"
+        given = self.generation_config
+        chosen = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None}
+        try:
+            return SamplingParams(**chosen)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.path / GENERATION_CONFIG} cannot be used: {error}") from error
+
+    def choose_length(self, max_model_len: int | None) -> int:
+        """Return the limit on prompt plus output: max_model_len, or else the number of positions."""
+        positions = self.max_model_len or max_model_len
+        if positions is None:
+            if set(getattr(self.hf_config, "layer_types", None) or ()) == {"linear_attention"}:
+                return DEFAULT_LENGTH  # a recurrent state has no positions
+            raise ValueError("max_model_len must be given: the model's config does not state a limit")
+        length = max_model_len or positions
+        if length > positions:
+            raise ValueError(f"max_model_len must be at most {positions}, the model's limit, got {length}")
+        return length
+
+
+def open_checkpoint(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
+    hf_overrides: dict[str, Any] | None = None,
+    generation_config: str = "auto",
+    load_format: str = "auto",
+) -> Checkpoint:
+    """Find a checkpoint and read everything except its weights.
+
+    `model_impl` chooses the code: "nanoengine" is decoder.py, "transformers" is hf.py, and "auto" prefers
+    decoder.py if it supports the model. `hf_overrides` replaces fields of config.json. If `generation_config`
+    is "vllm", no sampling parameter is read from the checkpoint. With `load_format` "dummy" no weights are
+    downloaded.
+
+    Raises:
+        ValueError: `model` is not a checkpoint, or the checkpoint is not supported. The message says why.
+        OSError: a hub id cannot be found, or the hub cannot be reached.
+    """
+    path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
+    fields = read_json(path / "config.json", default={}) if hf_overrides else {}
+    generation = read_json(path / GENERATION_CONFIG, default={})
+    with phase("header"):
+        gguf = None if path.is_dir() else _open_gguf(path)
+    with phase("config"):
+        config = read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
+    part = None  # the language model's config, if the model is multimodal
+    is_text_only = config.get_text_config(decoder=True) is config
+    if hf_overrides or architecture_of(config) not in SUPPORTED_ARCHITECTURES or not is_text_only:
+        from nanoengine.checkpoints.hf_config import adapt
+
+        config, part = adapt(config, fields, hf_overrides or {})
+    architecture, hf_config = architecture_of(config), config if part is None else part
+    quantization = decoder_config = None
+    try:
+        if architecture.endswith(POOLING) or (path / "modules.json").is_file():
+            raise UnsupportedModelError(
+                "it embeds, scores or classifies texts; nanoengine only generates text"
+            )
+        if stated := getattr(config, "quantization_config", None):
+            from nanoengine.checkpoints.quantized_formats import choose_reader
+
+            quantization = choose_reader(stated, config, part, model_impl)
+        if model_impl != "transformers" and (quantization is not None or not stated):
+            try:
+                with as_value_error(path):
+                    decoder_config = DecoderConfig.from_hf(hf_config)
+            except ValueError:
+                if model_impl == "nanoengine":
+                    raise
+        if decoder_config is None:
+            from nanoengine.checkpoints.hf_config import check_config
+
+            check_config(hf_config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
+    if tokenizer is not None:
+        loaded = _load_tokenizer(_resolve(tokenizer, None, for_tokenizer=True), trust_remote_code)
+        if loaded is None:
+            raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
+    else:
+        with phase("tokenizer"):
+            loaded = _load_tokenizer(path, trust_remote_code, gguf)
+    eos: list[int] = []
+    for name, ids in (
+        ("the tokenizer", getattr(loaded, "eos_token_id", None)),
+        ("config.json", getattr(hf_config, "eos_token_id", None)),
+        ("config.json", getattr(config, "eos_token_id", None)),
+        (GENERATION_CONFIG, generation.get("eos_token_id")),
+    ):
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(token_id) is int for token_id in ids):
+            raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
+        eos += ids
+    known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
+    if generation_config == "vllm":
+        generation = {}
+    checkpoint = Checkpoint(
+        *(path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None),
+        *(quantization, gguf),
+    )
+    checkpoint.default_sampling_params()  # raise its errors now
+    return checkpoint
+
+
+def _load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" = None) -> Any:
+    """Return the tokenizer of a directory or a GGUF file, or None if there is none."""
+    if path.is_file():
+        from nanoengine.checkpoints.gguf_tokenizer import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(_open_gguf(path) if gguf is None else gguf)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        loaded("")  # raise errors of its settings now
+    except BaseException as error:  # a panic in Rust is no Exception: see requests.panics_as_errors
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        needs_model = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
+        if needs_model and find_spec("sentencepiece") is None:
+            hint = "pip install 'nanoengine[sentencepiece]'"
+            raise ValueError(f"the tokenizer.model in {path} needs sentencepiece: {hint}") from error
+        raise ValueError(f"the tokenizer in {path} cannot be used: {error}") from error
+    if not loaded.is_fast:
+        raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
+    return loaded
+
+
+def _open_gguf(path: Path) -> "GGUFFile":
+    from nanoengine.checkpoints.gguf import GGUFFile
+
+    return GGUFFile(path)
+
+
+def _resolve(
+    model: str,
+    revision: str | None,
+    gguf_file: str | None = None,
+    *,
+    with_weights: bool = True,
+    for_tokenizer: bool = False,
+) -> Path:
+    """Return the path of a model directory or GGUF file. A hub model is downloaded first."""
+    if not model:
+        raise ValueError("model must be a directory or a hub id, got ''")
+    if model == "demo":
+        return DEMO
+    path = Path(model).expanduser()
+    if path.is_dir():
+        file = path if gguf_file is None else path / gguf_file
+        if gguf_file is not None and not _is_gguf(file):
+            raise ValueError(f"gguf_file must be a .gguf file in {path}, got {gguf_file!r}")
+        return file
+    if _is_gguf(path) and gguf_file is None:
+        return path
+    if path.exists():
+        raise ValueError(f"a model must be a directory, a hub id or a .gguf file, got the file {model!r}")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ValueError(f"{model!r} is neither a directory nor a hub id such as openai-community/gpt2")
+    from nanoengine.checkpoints.download import fetch  # only hub models need it
+
+    return fetch(model, revision, gguf_file, with_weights, for_tokenizer)
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
+    """Return the torch dtype for "auto" (the checkpoint's own) or a dtype's name, such as "bfloat16"."""
+    if dtype == "auto":
+        # transformers 5 calls it `dtype`, older versions `torch_dtype`.
+        dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if resolved not in SERVED_DTYPES:
+        raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {dtype!r}")
+    return resolved

@@ -1,0 +1,58 @@
+"""Downloads the files that nanoengine reads from the hub, and no others."""
+
+import glob
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+
+from nanoengine.checkpoints.safetensors_files import read_json
+
+INDEX = "model.safetensors.index.json"
+TEMPLATES = ["*.jinja", "additional_chat_templates/*.jinja"]
+CONFIGS = ["*.json", "*.model", "*.txt", *TEMPLATES]
+TOKENIZERS = [
+    *("tokenizer*", "*.model", "vocab*", "merges.txt", "chat_template*", "config.json"),
+    *("added_tokens.json", "special_tokens_map.json", *TEMPLATES),
+]
+# A pattern's * also matches slashes. These match all folders except additional_chat_templates.
+OTHER_FOLDERS = ["[!a]*/*", "a[!d]*/*"]
+
+
+def fetch(
+    model: str, revision: str | None, gguf_file: str | None, with_weights: bool, for_tokenizer: bool
+) -> Path:
+    """Download a hub model, only its tokenizer, or one GGUF file. Return the path, or raise OSError."""
+    try:
+        if gguf_file is not None:
+            return _fetch(model, revision, [glob.escape(gguf_file)]) / gguf_file
+        if for_tokenizer:
+            return _fetch(model, revision, TOKENIZERS, OTHER_FOLDERS)
+        return _fetch_model(model, revision, with_weights)
+    except OSError as error:
+        at = "" if revision is None else f" at revision {revision!r}"
+        places = f"as a directory, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
+        raise OSError(f"{model!r}{at} was not found {places}: {error}") from error
+
+
+def _fetch_model(model: str, revision: str | None, with_weights: bool) -> Path:
+    """Download a hub model's configs, its tokenizer and, if requested, its weights. Return its directory.
+
+    The weights are the files that the index names. Without an index they are model*.safetensors, or else
+    all safetensors files next to config.json.
+    """
+    path = _fetch(model, revision, CONFIGS, OTHER_FOLDERS)
+    if not with_weights or not (path / "config.json").is_file():
+        return path
+    weights = ["model*.safetensors"]
+    if (path / INDEX).is_file():
+        shards = read_json(path / INDEX).get("weight_map")
+        names = {*shards.values()} if isinstance(shards, dict) else set()
+        weights = [glob.escape(name) for name in names]
+    _fetch(model, path.name, weights, ["*/*"])  # a snapshot's name is its commit
+    if not any(path.glob("*.safetensors")):
+        _fetch(model, path.name, ["*.safetensors"], ["*/*"])
+    return path
+
+
+def _fetch(model: str, revision: str | None, patterns: list[str], ignored: list[str] | None = None) -> Path:
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))

@@ -1,0 +1,516 @@
+"""Reads GGUF files, llama.cpp's format: one file holds a model's config, weights and tokenizer.
+
+For the families of decoder.py, this file reads config and weights, and the types in READERS stay quantized.
+transformers reads all other families. gguf_tokenizer.py reads the tokenizer.
+
+Sources: ggml's docs/gguf.md; gguf-py/gguf/quants.py and constants.py for the layouts.
+"""
+
+import math
+import os
+import re
+import struct
+from collections.abc import Callable
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nanoengine.backends.quantized import Quantized
+from nanoengine.checkpoints.safetensors_files import (
+    TensorHeader,
+    UnsupportedModelError,
+    as_value_error,
+    check_fields,
+)
+
+try:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+except ImportError:
+    raise ValueError("a GGUF file needs the package gguf: pip install 'nanoengine[quantized]'") from None
+
+# The config classes by name, because importing any of them takes a second.
+FAMILIES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OF_LAYERS = {  # after the prefixes "blk.0." and "model.layers.0."
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+DIVISORS = "rope_freqs.weight"  # a tensor of divisors of the rotary frequencies
+LAYER = re.compile(r"(?:\w+\.)?blk\.([0-9]{1,9})\.")
+INTEGERS = "I8", "I16", "I32", "I64"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Number of a metadata type -> its name in `struct` and NumPy. 8 is a string and 9 an array.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+# Limits far above any real file, so that no header takes long to read.
+MAX_ENTRIES = 1 << 13  # of metadata fields, and of tensors
+MAX_STRINGS = 1 << 22  # in all arrays together
+MAX_DIMENSIONS = 4  # ggml's own limit
+MAX_SIZE = 1 << 24  # of any dimension of a layer, and of the context
+LENGTH = struct.Struct("<Q")
+
+
+class TensorEntry(NamedTuple):
+    """Describes a tensor, as the header does. Its bytes were checked to be inside the file."""
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]  # in PyTorch's order
+    start: int  # offset in the file, in bytes
+    num_bytes: int
+
+
+class Strings(NamedTuple):
+    """Holds an array of strings, which is decoded only when needed."""
+
+    data: mmap
+    start: int
+    length: int
+    num_bytes: int  # of all strings together, without their lengths
+
+    def read(self) -> list[str]:
+        """Decode and return all strings."""
+        data, place, result = self.data, self.start, []
+        for _ in range(self.length):
+            first = place + LENGTH.size
+            place = first + LENGTH.unpack_from(data, place)[0]
+            result.append(data[first:place].decode())
+        return result
+
+
+class Header:
+    """Reads the metadata and the list of tensors at the start of a GGUF file.
+
+    It checks every count, length and offset against the size of the file before using it.
+    """
+
+    def __init__(self, data: mmap) -> None:
+        self.data, self._place, self._num_strings = data, 4, 0
+        if data[:4] != b"GGUF":
+            raise ValueError(f"it starts with {data[:4]!r}, not with b'GGUF'")
+        version, num_tensors, num_fields = self._take("IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"its version is {version}, only 2 and 3 are supported")
+        if max(num_tensors, num_fields) > MAX_ENTRIES:
+            raise ValueError(
+                f"it lists {num_tensors} tensors and {num_fields} fields, the limit is {MAX_ENTRIES}"
+            )
+        self.fields: dict[str, Any] = {}
+        for _ in range(num_fields):
+            name = self._string()
+            if name in self.fields:
+                raise ValueError(f"it has the field {name!r} twice")
+            self.fields[name] = self._value(*self._take("I"))
+        self.tensors = self._tensors(num_tensors)
+
+    def _take(self, layout: str) -> tuple[Any, ...]:
+        """Unpack and return the next values, and move past them."""
+        start = self._skip(struct.calcsize(f"<{layout}"))
+        return struct.unpack_from(f"<{layout}", self.data, start)
+
+    def _skip(self, num_bytes: int) -> int:
+        """Move forward by num_bytes, and return the offset before."""
+        start = self._place
+        if num_bytes > len(self.data) - start:
+            raise ValueError(f"it ends at byte {len(self.data)}, inside {num_bytes} bytes from byte {start}")
+        self._place += num_bytes
+        return start
+
+    def _string(self) -> str:
+        (length,) = self._take("Q")
+        start = self._skip(length)
+        return self.data[start : self._place].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind == ARRAY:
+            return self._array(*self._take("IQ"))
+        if kind not in SCALARS:
+            raise ValueError(f"a field has the unknown type {kind}")
+        return self._take(SCALARS[kind])[0]
+
+    def _array(self, kind: int, count: int) -> Any:
+        if kind in SCALARS:
+            dtype = np.dtype(SCALARS[kind]).newbyteorder("<")
+            return np.frombuffer(self.data, dtype, count, self._skip(count * dtype.itemsize))
+        if kind != STRING:
+            raise ValueError(f"an array has elements of type {kind}, which is not supported")
+        self._num_strings += count
+        if self._num_strings > MAX_STRINGS:
+            raise ValueError(f"its arrays have {self._num_strings} strings, the limit is {MAX_STRINGS}")
+        start = place = self._place
+        for _ in range(count):
+            if place > len(self.data) - LENGTH.size:
+                break
+            place += LENGTH.size + LENGTH.unpack_from(self.data, place)[0]
+        self._skip(place - start)
+        return Strings(self.data, start, count, place - start - count * LENGTH.size)
+
+    def _tensors(self, count: int) -> dict[str, TensorEntry]:
+        tensors: dict[str, TensorEntry] = {}
+        for _ in range(count):
+            name, (num_dimensions,) = self._string(), self._take("I")
+            if name in tensors or not 1 <= num_dimensions <= MAX_DIMENSIONS:
+                raise ValueError(f"tensor {name!r} is listed twice or has {num_dimensions} dimensions")
+            shape = self._take(f"{num_dimensions}Q")[::-1]
+            number, offset = self._take("IQ")
+            kind = GGMLQuantizationType(number)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            if 0 in shape or shape[-1] % block or (block > 1 and num_dimensions == 1):
+                raise ValueError(f"tensor {name!r} has shape {shape}, which is not possible in {kind.name}")
+            tensors[name] = TensorEntry(kind, shape, offset, math.prod(shape) // block * block_bytes)
+        alignment = self.fields.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:
+            raise ValueError(f"its general.alignment must be a power of two, got {alignment!r}")
+        first, end = -(-self._place // alignment) * alignment, 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+            if tensor.start % alignment or tensor.start < end:
+                raise ValueError(f"tensor {name!r} is not aligned or overlaps another tensor")
+            end = tensor.start + tensor.num_bytes
+            if first + end > len(self.data):
+                raise ValueError(f"tensor {name!r} ends at byte {first + end}, the file at {len(self.data)}")
+            tensors[name] = tensor._replace(start=first + tensor.start)
+        return tensors
+
+
+class GGUFFile:
+    """Reads the config and weights of a model in a GGUF file. Opening the file reads only its header.
+
+    Raises:
+        ValueError: the file is damaged, or one of several.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with as_value_error(path):
+            with path.open("rb") as file:
+                self._version = _version(os.fstat(file.fileno()))
+                header = Header(mmap(file.fileno(), 0, access=ACCESS_READ))
+            self.fields, self._data, self._tensors = header.fields, header.data, header.tensors
+            num_files = self.fields.get("split.count")
+            if isinstance(num_files, int) and num_files > 1:
+                raise ValueError("it is one of several files; join them with llama-gguf-split --merge")
+            self.architecture: Any = self.fields.get("general.architecture")
+            if not isinstance(self.architecture, str):
+                raise ValueError("it has no general.architecture")
+            self.is_known = self.architecture in FAMILIES and not self._field("expert_count")
+            self.headers: dict[str, TensorHeader] = {}
+            for own_name, tensor in self._tensors.items():
+                if own_name != DIVISORS:
+                    name, kind = saved_name(own_name), tensor.kind.name
+                    if name in self.headers:
+                        raise ValueError(f"it has two tensors for {name!r}")
+                    dtype = kind if kind in INTEGERS else "F32"
+                    self.headers[name] = TensorHeader(path, own_name, dtype, tensor.shape)
+            self._check_sizes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path: another rank opens the file itself."""
+        return GGUFFile, (self.path,)
+
+    def is_current(self) -> bool:
+        """Return whether the file at this path is still the one that was opened."""
+        return self.path.is_file() and self._version == _version(self.path.stat())
+
+    def _check_sizes(self) -> None:
+        """Check the stated numbers of layers, tokens and merges, so that no layer gets lost."""
+        stated = self._number("block_count")
+        optional = 0 if self.is_known else self._number("nextn_predict_layers", 0, 0, 8)
+        layers = {int(match[1]) for name in self._tensors if (match := LAYER.match(name))}
+        if not stated - optional <= len(layers) <= stated or max(layers, default=-1) >= len(layers):
+            raise ValueError(
+                f"its {self.architecture}.block_count is {stated}, but it has {len(layers)} layers"
+            )
+        if len(self._tensors) < (9 if self.is_known else 3) * len(layers):
+            raise ValueError(f"it has only {len(self._tensors)} tensors for {len(layers)} layers")
+        self._number("context_length", 1)
+        tokens, merges = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
+        self.num_tokens = tokens.length if isinstance(tokens, Strings) else 0
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is not None and self.num_tokens > embedding.shape[0]:
+            raise ValueError(f"it has {self.num_tokens} tokens for {embedding.shape[0]} embeddings")
+        if isinstance(tokens, Strings) and isinstance(merges, Strings) and merges.length > tokens.num_bytes:
+            # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
+            raise ValueError(f"it has {merges.length} merges, too many for {tokens.length} tokens")
+
+    def _field(self, name: str, default: Any = None) -> Any:
+        return self.fields.get(f"{self.architecture}.{name}", default)
+
+    def _number(self, name: str, default: float | None = None, low: float = 1, high: float = MAX_SIZE) -> Any:
+        """Return a field that must be a number in [low, high], and an integer if `low` is one."""
+        value, kinds = self._field(name, default), (int,) if isinstance(low, int) else (int, float)
+        if type(value) not in kinds or not low <= value <= high:
+            kind = "an integer" if isinstance(low, int) else "a number"
+            name = f"{self.architecture}.{name}"
+            raise ValueError(f"its {name} must be {kind} from {low} to {high}, got {value!r:.99}")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        """Return a field that must be an array of strings."""
+        value = self.fields.get(name)
+        if not isinstance(value, Strings):
+            raise ValueError(f"its {name} must be an array of strings, got {value!r:.99}")
+        return value.read()
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a special token, such as "eos", or None if the file has none."""
+        value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
+        if type(value) is not int and value is not None:
+            raise ValueError(f"its tokenizer.ggml.{name}_token_id must be an integer, got {value!r:.99}")
+        return value
+
+    def read_config(self) -> Any:
+        """Return the model's transformers config. Checks its sizes against the file's tensors."""
+        with as_value_error(self.path):
+            config = self._known_config() if self.is_known else self._other_config()
+        check_fields(self.path, config)
+        if self.is_known:
+            return config  # `load.check_fit` compares it with the tensors
+        with torch.device("meta"), as_value_error(self.path):
+            auto: Any = AutoModelForCausalLM
+            needed = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+            held = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+            if needed > 2 * held:  # twice as many, because a tied head may be counted twice
+                raise ValueError(f"its config describes {needed} weights, but it has {held}")
+        return config
+
+    def _known_config(self) -> Any:
+        number = self._number
+        hidden_size, num_heads = number("embedding_length"), number("attention.head_count")
+        num_kv_heads = number("attention.head_count_kv", num_heads)
+        head_dim = number("attention.key_length", hidden_size // num_heads, 2)
+        if head_dim % 2 or num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} heads of {head_dim} on {num_kv_heads} KV heads are not possible")
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self._field(name, head_dim) != head_dim:
+                raise UnsupportedModelError(f"its {name} must equal its head_dim, {head_dim}")
+        if self._field("attention.sliding_window"):
+            raise UnsupportedModelError("it has sliding windows, but does not state in which layers")
+        if "model.embed_tokens.weight" not in self.headers:
+            raise ValueError("it lacks tensor 'token_embd.weight'")
+        config = getattr(transformers, FAMILIES[self.architecture])(
+            vocab_size=self._tensors["token_embd.weight"].shape[0],
+            hidden_size=hidden_size,
+            intermediate_size=number("feed_forward_length"),
+            num_hidden_layers=number("block_count"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=number("context_length"),
+            rms_norm_eps=number("attention.layer_norm_rms_epsilon", None, 0.0, 1.0),
+            tie_word_embeddings="lm_head.weight" not in self.headers,
+            attention_bias="model.layers.0.self_attn.q_proj.bias" in self.headers,
+            mlp_bias="model.layers.0.mlp.gate_proj.bias" in self.headers,
+            bos_token_id=self.token_id("bos"),
+            eos_token_id=[i for name in ("eos", "eot") if (i := self.token_id(name)) is not None],
+        )
+        config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+        config.rope_parameters = self._rope(head_dim)
+        types = {tensor.kind.name for tensor in self._tensors.values()}
+        config.dtype = torch.float32 if types == {"F32"} else torch.bfloat16
+        if types <= {"F32", "F16"} and "F16" in types:
+            config.dtype = torch.float16
+        return config
+
+    def _rope(self, head_dim: int) -> dict[str, Any]:
+        theta = float(self._number("rope.freq_base", 10000.0, 2.0, 1e38))
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+        if DIVISORS in self._tensors:
+            divisors = self._read(DIVISORS).tolist()
+            if len(divisors) != head_dim // 2 or not all(0 < divisor < math.inf for divisor in divisors):
+                raise ValueError(f"its {DIVISORS} must hold {head_dim // 2} positive numbers")
+            return rope | {"rope_type": "divided", "divisors": divisors}
+        kind = self._field("rope.scaling.type", "none")
+        if kind == "none":
+            return rope
+        if kind not in ("linear", "yarn"):
+            raise UnsupportedModelError(f"its rope.scaling.type {kind!r} is not supported")
+        factor = float(self._number("rope.scaling.factor", None, 1.0, 1e38))
+        rope |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = self._number("rope.scaling.original_context_length")
+        return rope
+
+    def _other_config(self) -> Any:
+        """Return transformers' config, unless transformers would silently ignore the file's rope scaling."""
+        if self._field("rope.scaling.type", "none") != "none":
+            raise UnsupportedModelError("its rope is scaled, which transformers does not read from this file")
+        if any(name.startswith(("rope_freqs", "rope_factors")) for name in self._tensors):
+            raise UnsupportedModelError("its rope is scaled by tensors, which transformers does not read")
+        return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a weight is quantized."""
+        return name in self.headers and self._tensors[self.headers[name].name].kind.name in READERS
+
+    def read(self, name: str) -> Tensor | Quantized:
+        """Return a tensor."""
+        weight: Tensor | Quantized = self._read(self.headers[name].name)
+        if self.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+            return self._in_halves(weight, "_kv" if "k_proj" in name else "")
+        return weight
+
+    def _read(self, name: str) -> Any:
+        """Return a tensor by its own name: quantized, as the file's floats, or dequantized to float32."""
+        kind, shape, start, num_bytes = self._tensors[name]
+        data = np.frombuffer(self._data, np.uint8, num_bytes, start).copy()
+        if kind.name in FLOATS:
+            return torch.from_numpy(data).view(FLOATS[kind.name]).view(shape)
+        if kind.name in READERS:
+            return READERS[kind.name](torch.from_numpy(data).view(shape[0], -1, GGML_QUANT_SIZES[kind][1]))
+        try:
+            return torch.from_numpy(dequantize(data.reshape(*shape[:-1], -1), kind))
+        except NotImplementedError:
+            raise ValueError(f"{self.path}: gguf cannot read {kind.name}, the type of {name!r}") from None
+
+    def _in_halves(self, weight: Tensor | Quantized, kind: str) -> Tensor | Quantized:
+        """Return the rows of Q's or K's weight in transformers' order.
+
+        Rope rotates dimensions i and i + D / 2 together in transformers, but 2 i and 2 i + 1 in llama.cpp.
+        """
+        num_rows = len(weight.integers if isinstance(weight, Quantized) else weight)
+        heads = self._number(f"attention.head_count{kind}", self._number("attention.head_count"))
+        rows = torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
+        if isinstance(weight, Quantized):
+            integers, scales, zeros, bits = weight
+            return Quantized(integers[rows], scales[rows], None if zeros is None else zeros[rows], bits)
+        return weight[rows]
+
+
+def _version(stat: os.stat_result) -> tuple[int, ...]:
+    """Return what differs between a file and another one that replaces it."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def saved_name(name: str) -> str:
+    """Return Hugging Face's name for a tensor.
+
+    >>> saved_name("blk.3.ffn_down.weight")
+    'model.layers.3.mlp.down_proj.weight'
+    """
+    place, _, end = name.rpartition(".")
+    if match := re.fullmatch(r"blk\.([0-9]+)\.(.+)", place):
+        return f"model.layers.{match[1]}.{OF_LAYERS.get(match[2], match[2])}.{end}"
+    return f"{TENSORS.get(place, place)}.{end}"
+
+
+# ---- Blocks of integers --------------------------------------------------------------------------
+
+
+def _half(two_bytes: Tensor) -> Tensor:
+    """Read float16 numbers: (..., 2) uint8 to (..., 1) float32."""
+    return two_bytes.contiguous().view(torch.float16).float()
+
+
+def _nibbles(octets: Tensor) -> Tensor:
+    """Split bytes into 4-bit numbers, all low halves first: (..., n) uint8 to (..., 2 n)."""
+    return torch.cat((octets & 15, octets >> 4), -1)
+
+
+def _bits_of(octets: Tensor) -> Tensor:
+    """Split bytes into bits, the lowest bit first: (..., n) uint8 to (..., 8 n)."""
+    return (octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+
+
+def _symmetric(numbers: Tensor, scales: Tensor, bits: int) -> Quantized:
+    """Return integers (N, blocks, ...) times scales (N, blocks, groups per block) as a quantized weight."""
+    return Quantized(numbers.to(torch.int8).flatten(1), scales.flatten(1).contiguous(), None, bits)
+
+
+def _affine(numbers: Tensor, scales: Tensor, lows: Tensor, middle: int) -> Quantized:
+    """Return numbers * scales + lows as a quantized weight, whose integers are numbers - middle.
+
+    numbers (N, groups, inputs) uint8 lie in [0, 2 middle). scales and lows are (N, groups).
+    """
+    # A group with scale 0 is constant. It is stored as integers 0 with zero point -1, times its low.
+    integers = torch.where((scales == 0).unsqueeze(2), 0, numbers.to(torch.int8) - middle).to(torch.int8)
+    zeros = torch.where(scales == 0, -1.0, -lows / scales - middle)
+    bits = 4 if middle == 8 else 8
+    return Quantized(integers.flatten(1), torch.where(scales == 0, lows, scales), zeros, bits)
+
+
+def _q4_0(b: Tensor) -> Quantized:
+    return _symmetric(_nibbles(b[..., 2:]).char() - 8, _half(b[..., :2]), 4)
+
+
+def _q4_1(b: Tensor) -> Quantized:
+    return _affine(_nibbles(b[..., 4:]), _half(b[..., :2]).squeeze(2), _half(b[..., 2:4]).squeeze(2), 8)
+
+
+def _q5_0(b: Tensor) -> Quantized:
+    return _symmetric((_nibbles(b[..., 6:]) | _bits_of(b[..., 2:6]) << 4).char() - 16, _half(b[..., :2]), 8)
+
+
+def _q5_1(b: Tensor) -> Quantized:
+    numbers = _nibbles(b[..., 8:]) | _bits_of(b[..., 4:8]) << 4
+    return _affine(numbers, _half(b[..., :2]).squeeze(2), _half(b[..., 2:4]).squeeze(2), 16)
+
+
+def _q8_0(b: Tensor) -> Quantized:
+    return _symmetric(b[..., 2:].contiguous().view(torch.int8), _half(b[..., :2]), 8)
+
+
+def _of_eight(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and lows of a block's eight groups, (N, groups).
+
+    Each is a 6-bit number times the block's float16 scale or low.
+    """
+    first, second, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+    scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), -1)
+    lows = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), -1)
+    return (_half(b[..., :2]) * scales).flatten(1), (_half(b[..., 2:4]) * -lows.float()).flatten(1)
+
+
+def _in_fours(octets: Tensor) -> Tensor:
+    """Split blocks into groups of 4-bit numbers: (N, blocks, 128) uint8 to (N, groups, 32).
+
+    Of each 32 bytes, the low halves are one group and the high halves the next.
+    """
+    return _nibbles(octets.reshape(*octets.shape[:2], 4, 32)).view(len(octets), -1, 32)
+
+
+def _q4_k(b: Tensor) -> Quantized:
+    return _affine(_in_fours(b[..., 16:]), *_of_eight(b), 8)
+
+
+def _q5_k(b: Tensor) -> Quantized:
+    fifth = b[..., 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1
+    return _affine(_in_fours(b[..., 48:]) | fifth.view(len(b), -1, 32) << 4, *_of_eight(b), 16)
+
+
+def _q6_k(b: Tensor) -> Quantized:
+    shape = *b.shape[:2], 2, 1
+    low = b[..., :128].reshape(*shape, 64) >> torch.tensor([0, 4], dtype=torch.uint8).unsqueeze(1) & 15
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(1)
+    high = b[..., 128:192].reshape(*shape, 32) >> shifts & 3
+    numbers = low.flatten(2) | high.flatten(2) << 4
+    scales = b[..., 192:208].contiguous().view(torch.int8) * _half(b[..., 208:])
+    return _symmetric(numbers.char() - 32, scales, 8)
+
+
+# Type -> a function from blocks (N, blocks, bytes) uint8 to the weight. A row is a sequence of blocks.
+READERS: dict[str, Callable[[Tensor], Quantized]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

@@ -1,0 +1,420 @@
+"""Reads quantized checkpoints without their packages: GPTQ, AWQ, compressed-tensors, bitsandbytes and fp8.
+
+Each format stores a linear layer's weight as several tensors. If they are integers in groups of inputs, they
+are read as a `Quantized`, which a device may compute with directly. All others are dequantized to floats.
+
+Sources: AutoGPTQ's and AutoAWQ's packing of `qweight`; compressed_tensors/compressors;
+bitsandbytes/functional.py; transformers/integrations/finegrained_fp8.py. Shape letters: N outputs, I inputs,
+G groups of inputs.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoengine.backends.quantized import Quantized
+from nanoengine.checkpoints.safetensors_files import Files, TensorHeader, UnsupportedModelError
+
+Tensors = Mapping[str, Tensor]  # the parts of one weight, by the ends of their names
+Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all of them
+FLOATS = ("F16", "BF16", "F32")
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight consecutive outputs in a word of 32 bits
+
+
+class Part(NamedTuple):
+    """Describes one of the tensors that a quantized weight is stored as."""
+
+    end: str  # the end of its name
+    dtypes: tuple[str, ...]  # safetensors' names
+    is_optional: bool = False
+
+
+class Format(NamedTuple):
+    """Describes how a checkpoint stores quantized weights."""
+
+    name: str  # shown to the user
+    parts: tuple[Part, ...]  # a weight that has the first part is quantized
+    # Returns a weight (N, I), given its parts. May raise any error if the parts do not fit each other.
+    read: Callable[[Tensors], Quantized | Tensor]
+    unused: tuple[str, ...] = ()  # ends of tensors that are ignored: scales of activations
+
+
+def choose_format(stated: dict[str, Any]) -> Format | None:
+    """Return the format for a config's `quantization_config`, or None if this file does not read it.
+
+    Raises:
+        ValueError: the format is read here, but not with these settings.
+    """
+    maker = FORMATS.get(str(stated.get("quant_method")))
+    return maker(stated) if maker is not None else None
+
+
+def _one_of(stated: dict[str, Any], field: str, default: Any, supported: tuple[Any, ...]) -> Any:
+    """Return a field's value. Raises ValueError if the value is not supported."""
+    value = stated.get(field, default)
+    if value not in supported:
+        raise ValueError(f"its {field} is {value!r}; supported: {', '.join(map(str, supported))}")
+    return value
+
+
+def _group_size(stated: dict[str, Any]) -> set[Block]:
+    """Return the block that shares a scale, or an empty set if the config does not state its group_size."""
+    size = stated.get("group_size")
+    if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
+        raise ValueError(f"its group_size is {size!r}; supported: -1 and numbers above 0")
+    return set() if size is None else {(1, None if size == -1 else size)}
+
+
+# ---- Scales of blocks ----------------------------------------------------------------------------
+
+
+def _places(shape: torch.Size, scales: torch.Size, blocks: set[Block]) -> tuple[Tensor, Tensor]:
+    """Return the row of the scales for each output, (N,), and the column for each input, (I,).
+
+    `shape` is the weight's, `scales` the scales'. `blocks` are those that the config states: the last block
+    of a row or column may be smaller. If there are none, all blocks have the same size.
+
+    Raises:
+        ValueError: the scales' shape does not fit exactly one of the blocks.
+    """
+    fitting = set()
+    if len(shape) == len(scales) == 2 and min(*shape, *scales) > 0:
+        if not blocks and not any(size % count for size, count in zip(shape, scales, strict=True)):
+            blocks = {(shape[0] // scales[0], shape[1] // scales[1])}
+        for block in blocks:
+            rows, columns = (min(part or size, size) for part, size in zip(block, shape, strict=True))
+            if scales == (-(-shape[0] // rows), -(-shape[1] // columns)):
+                fitting.add((rows, columns))
+    if len(fitting) != 1:
+        stated = " or ".join(f"blocks of {n or 'all'} x {m or 'all'}" for n, m in blocks)
+        raise ValueError(
+            f"scales of shape {tuple(scales)} do not fit {tuple(shape)} weights in {stated or 'equal blocks'}"
+        )
+    ((rows, columns),) = fitting
+    return torch.arange(shape[0]) // rows, torch.arange(shape[1]) // columns
+
+
+def _integers(
+    integers: Tensor,
+    zeros: Tensor | None,
+    scales: Tensor,
+    bits: int,
+    blocks: set[Block],
+    groups: Tensor | None = None,
+) -> Quantized | Tensor:
+    """Return a weight from integers (N, I), zeros and scales.
+
+    `groups`, (I,), is the group of each input, if the checkpoint states it. The weight is dequantized unless
+    its groups are consecutive inputs, all of one size.
+    """
+    scales, zeros = _as_matrix(scales), None if zeros is None else _as_matrix(zeros)
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(zeros.shape)} zeros")
+    num_inputs = integers.shape[1]
+    if groups is None:
+        rows, groups = _places(integers.shape, scales.shape, blocks)
+        scales, zeros = scales[rows], None if zeros is None else zeros[rows]
+    elif scales.dim() != 2 or len(scales) != len(integers):
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(integers.shape)} integers")
+    elif groups.shape != (num_inputs,) or groups.min() < 0 or groups.max() >= scales.shape[1]:
+        raise ValueError("g_idx does not name the group of each input")
+    groups, integers = groups.long(), integers.to(torch.int8)
+    if zeros is not None and not zeros.any():
+        zeros = None
+    in_turn = torch.arange(num_inputs) * scales.shape[1] // num_inputs
+    if num_inputs % scales.shape[1] == 0 and torch.equal(groups, in_turn):
+        return Quantized(integers, scales.contiguous(), zeros, bits)
+    return (integers - (0.0 if zeros is None else zeros[:, groups])) * scales[:, groups]
+
+
+def _as_matrix(scales: Tensor) -> Tensor:
+    return scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
+
+
+def _floats(weight: Tensor, scales: Tensor, blocks: set[Block]) -> Tensor:
+    scales = _as_matrix(scales)
+    rows, columns = _places(weight.shape, scales.shape, blocks)
+    return weight.float() * scales[rows][:, columns]
+
+
+# ---- Integers in words of 32 bits ----------------------------------------------------------------
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Unpack unsigned integers, the lowest bits first: words (R, C) int32 to (R, C * 32 / bits) int32.
+
+    >>> unpack(torch.tensor([[0x76543210]], dtype=torch.int32), 4)
+    tensor([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.int32)
+    """
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _gptq(stated: dict[str, Any]) -> Format:
+    bits = _one_of(stated, "bits", 4, (4, 8))
+    is_first_version = _one_of(stated, "checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
+    if stated.get("dynamic"):
+        raise ValueError("it has settings per layer (dynamic), which are not supported")
+    blocks, middle = _group_size(stated), 1 << (bits - 1)
+
+    def read(tensors: Tensors) -> Quantized | Tensor:
+        # The first version stores zeros minus one.
+        zeros = (unpack(tensors["qzeros"], bits) + is_first_version) & ((1 << bits) - 1)
+        numbers, scales = unpack(tensors["qweight"].T.contiguous(), bits), tensors["scales"].T
+        return _integers(numbers - middle, zeros.T - middle, scales, bits, blocks, tensors.get("g_idx"))
+
+    words = ("I32",)
+    parts = Part("qweight", words), Part("qzeros", words), Part("scales", FLOATS), Part("g_idx", words, True)
+    return Format("gptq", parts, read)
+
+
+def _awq(stated: dict[str, Any]) -> Format:
+    _one_of(stated, "bits", 4, (4,))
+    _one_of(stated, "version", "gemm", ("gemm", "GEMM"))
+    blocks = _group_size(stated)
+
+    def in_order(words: Tensor) -> Tensor:
+        return unpack(words, 4).view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1).T
+
+    def read(tensors: Tensors) -> Quantized | Tensor:
+        numbers, zeros = in_order(tensors["qweight"]), in_order(tensors["qzeros"])
+        return _integers(numbers - 8, zeros - 8, tensors["scales"].T, 4, blocks)
+
+    parts = Part("qweight", ("I32",)), Part("qzeros", ("I32",)), Part("scales", FLOATS)
+    return Format("awq", parts, read)
+
+
+# ---- compressed-tensors and fp8 ------------------------------------------------------------------
+
+
+def _block_of(weights: dict[str, Any]) -> Block | None:
+    """Return the block that shares a scale, or None if the weights' settings do not state one."""
+    strategy, size, block = (weights.get(name) for name in ("strategy", "group_size", "block_structure"))
+    if strategy is None and size is not None:
+        strategy = "channel" if size == -1 else "group"
+    if strategy == "block":
+        return _block_size(block, "block_structure")
+    if strategy == "group" and isinstance(size, int) and size > 0:
+        return 1, size
+    for name, shared in ((None, None), ("tensor", (None, None)), ("channel", (1, None))):
+        if strategy == name:
+            return shared
+    raise ValueError(f"its strategy {strategy!r} with group_size {size!r} is not supported")
+
+
+def _block_size(block: Any, field: str) -> Block:
+    if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
+        raise ValueError(f"its {field} is {block!r}; it must be two numbers above 0")
+    return block[0], block[1]
+
+
+def _compressed(stated: dict[str, Any]) -> Format:
+    formats = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+    kind = _one_of(stated, "format", None, formats)
+    if (stated.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise ValueError("it has a sparsity_config, which is not supported")
+    if (stated.get("transform_config") or {}).get("config_groups"):
+        raise ValueError("it has a transform_config, which is not supported")
+    weights = [(group or {}).get("weights") or {} for group in (stated.get("config_groups") or {}).values()]
+    all_bits: set[Any] = {one.get("num_bits") for one in weights}
+    supported = {4, 8} if kind == "pack-quantized" else {8}
+    if len(all_bits) != 1 or not all_bits <= supported:
+        raise ValueError(f"its weights' num_bits are {all_bits}; supported: one of {supported}")
+    (bits,) = all_bits
+    if kind == "naive-quantized":
+        kind = "float-quantized" if weights[0].get("type") == "float" else "int-quantized"
+    blocks = {block for one in weights if (block := _block_of(one)) is not None}
+    parts: tuple[Part, ...]
+
+    def read_packed(tensors: Tensors) -> Quantized | Tensor:
+        num_outputs, num_inputs = tensors["weight_shape"].tolist()
+        numbers, zeros = unpack(tensors["weight_packed"], bits), tensors.get("weight_zero_point")
+        if len(numbers) != num_outputs or not 0 <= numbers.shape[1] - num_inputs < 32 // bits:
+            raise ValueError(f"weight_shape {num_outputs, num_inputs} does not fit {tuple(numbers.shape)}")
+        middle = 1 << (bits - 1)
+        if zeros is not None and zeros.dtype == torch.int32:  # else int8, not packed
+            zeros = unpack(zeros.T.contiguous(), bits).T[:num_outputs] - middle
+        groups = tensors.get("weight_g_idx")
+        if groups is not None and (groups == -1).all():
+            groups = None
+        integers = numbers[:, :num_inputs] - middle
+        return _integers(integers, zeros, tensors["weight_scale"], bits, blocks, groups)
+
+    def read_plain(tensors: Tensors) -> Quantized | Tensor:
+        weight, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
+        if kind == "int-quantized":
+            return _integers(weight, zeros, scales, 8, blocks)
+        if zeros is not None and zeros.any():
+            raise ValueError("its floats have a zero point, which is not supported")
+        return _floats(weight, scales, blocks)
+
+    name = "compressed-tensors"
+    unused = "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"
+    if kind == "pack-quantized":
+        parts = (
+            Part("weight_packed", ("I32",)),
+            Part("weight_scale", FLOATS),
+            Part("weight_shape", ("I64", "I32")),
+            Part("weight_zero_point", ("I32", "I8"), True),
+            Part("weight_g_idx", ("I32",), True),
+        )
+        return Format(name, parts, read_packed, unused)
+    stored = "I8" if kind == "int-quantized" else "F8_E4M3"
+    parts = Part("weight", (stored,)), Part("weight_scale", FLOATS), Part("weight_zero_point", ("I8",), True)
+    return Format(name, parts, read_plain, unused)
+
+
+def _fp8(stated: dict[str, Any]) -> Format:
+    block = stated.get("weight_block_size")
+    blocks = {(None, None) if block is None else _block_size(block, "weight_block_size")}
+
+    def read(tensors: Tensors) -> Tensor:
+        return _floats(tensors["weight"], tensors["weight_scale_inv"], blocks)
+
+    parts = Part("weight", ("F8_E4M3",)), Part("weight_scale_inv", (*FLOATS, "F8_E8M0"))
+    return Format("fp8", parts, read, ("activation_scale", "input_scale"))
+
+
+# ---- bitsandbytes --------------------------------------------------------------------------------
+
+
+def _bitsandbytes(stated: dict[str, Any]) -> Format:
+    parts: tuple[Part, ...]
+    if stated.get("load_in_8bit") or stated.get("_load_in_8bit"):
+
+        def read_8_bits(tensors: Tensors) -> Quantized | Tensor:
+            if (order := tensors.get("weight_format")) is not None and order.any():
+                raise ValueError(f"weight_format is {order.tolist()}; supported: 0, row by row")
+            return _integers(tensors["weight"], None, tensors["SCB"].unsqueeze(1) / 127, 8, {(1, None)})
+
+        parts = Part("weight", ("I8",)), Part("SCB", ("F32",)), Part("weight_format", ("U8",), True)
+        return Format("bitsandbytes", parts, read_8_bits)
+    kind = _one_of(stated, "bnb_4bit_quant_type", "fp4", ("nf4", "fp4"))
+    state_end = f"weight.quant_state.bitsandbytes__{kind}"
+
+    def read(tensors: Tensors) -> Tensor:
+        state = json.loads(bytes(tensors[state_end].tolist()))
+        scales, halves = tensors["weight.absmax"].flatten(), tensors["weight"].flatten().long()
+        if ("weight.nested_absmax" in tensors) != (scales.dtype == torch.uint8):
+            raise ValueError(f"absmax is {scales.dtype}; uint8 needs nested_absmax, floats exclude it")
+        if "weight.nested_absmax" in tensors:
+            table, of_blocks = tensors["weight.nested_quant_map"], tensors["weight.nested_absmax"]
+            larger = _spread(of_blocks, state["nested_blocksize"], len(scales))
+            scales = table[scales.long()] * larger + state["nested_offset"]
+        size = math.prod(state["shape"])
+        if len(halves) != -(-size // 2):
+            raise ValueError(f"{len(halves)} bytes do not make a weight of shape {state['shape']}")
+        values = tensors["weight.quant_map"][torch.stack((halves >> 4, halves & 15), 1).flatten()[:size]]
+        return (values * _spread(scales, state["blocksize"], size)).view(state["shape"])
+
+    parts = (
+        Part("weight", ("U8",)),
+        Part("weight.absmax", ("F32", "U8")),
+        Part("weight.quant_map", ("F32",)),
+        Part("weight.nested_absmax", ("F32",), True),
+        Part("weight.nested_quant_map", ("F32",), True),
+        Part(state_end, ("U8",)),
+    )
+    return Format("bitsandbytes", parts, read)
+
+
+def _spread(scales: Tensor, block: Any, count: int) -> Tensor:
+    """Return the scale of each of `count` numbers. Each block of consecutive numbers shares a scale."""
+    if type(block) is not int or block < 1 or len(scales) != -(-count // block):
+        raise ValueError(f"{len(scales)} scales do not fit {count} numbers in blocks of {block!r}")
+    return scales[torch.arange(count) // block]
+
+
+FORMATS = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _fp8,
+}
+DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantizes while loading
+
+
+# ---- Checkpoints and layers with quantized weights -----------------------------------------------
+
+
+def choose_reader(stated: Any, config: Any, part: Any, model_impl: str) -> dict[str, Any] | None:
+    """Return the settings if this file reads the weights, or None if transformers dequantizes them.
+
+    Changes the configs, of the model and of its language model (None: it is not multimodal), so that
+    transformers does not use the format's own package.
+    """
+    scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
+    try:
+        if choose_format(stated) is not None:
+            for one in filter(None, (config, part)):
+                vars(one).pop("quantization_config", None)
+            return stated  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise UnsupportedModelError(f"its weights are quantized with {scheme}, and {error}") from None
+    if scheme not in DEQUANTIZED:
+        served = ", ".join((*FORMATS, *DEQUANTIZED))
+        raise UnsupportedModelError(f"its weights are quantized with {scheme}; supported: {served}")
+    if model_impl == "nanoengine":
+        raise UnsupportedModelError(
+            f'its weights are quantized with {scheme}, which needs model_impl="transformers"'
+        )
+    if part is not None:
+        raise UnsupportedModelError("quantized multimodal models are not supported")
+    config.quantization_config = {**stated, "dequantize": True}
+    return None
+
+
+class QuantizedFiles(Files):
+    """Reads a quantized checkpoint's tensors by name. A weight made of several tensors has one header.
+
+    Raises:
+        ValueError: a part of a quantized weight is missing or has the wrong dtype.
+    """
+
+    def __init__(self, path: Path, rename: Callable[[str], str | None] | None, weight_format: Format) -> None:
+        super().__init__(path, rename)
+        self.weight_format = weight_format
+        self._parts: dict[str, dict[str, TensorHeader]] = {}  # weight -> parts, by the ends of their names
+        headers, first = self.headers, weight_format.parts[0]
+        for name, header in list(headers.items()):
+            if not name.endswith(f".{first.end}") or header.dtype not in first.dtypes:
+                continue
+            base, parts = name.removesuffix(first.end), {}
+            for part in weight_format.parts:
+                if (found := headers.pop(base + part.end, None)) is not None:
+                    if found.dtype not in part.dtypes:
+                        raise ValueError(
+                            f"{found.file} holds tensor {base + part.end!r} as {found.dtype}; "
+                            f"in {weight_format.name} it must be one of {', '.join(part.dtypes)}"
+                        )
+                    parts[part.end] = found
+                elif not part.is_optional:
+                    raise ValueError(f"{self.path} lacks tensor {base + part.end!r}, which {name!r} needs")
+            self._parts[f"{base}weight"] = parts
+            headers[f"{base}weight"] = header._replace(dtype="F32", shape=None)
+        if not self._parts:
+            raise ValueError(
+                f"{self.path}: config.json says {weight_format.name}, but no weight has this format"
+            )
+        for name in [name for name in headers if name.rpartition(".")[2] in weight_format.unused]:
+            del headers[name]
+
+    def is_quantized(self, name: str) -> bool:
+        """See the base class."""
+        return name in self._parts
+
+    def read(self, name: str) -> Tensor | Quantized:
+        """See the base class."""
+        if name not in self._parts:
+            return super().read(name)
+        try:
+            return self.weight_format.read({end: self._get(part) for end, part in self._parts[name].items()})
+        except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
+            found = f"tensor {name!r}, {self.weight_format.name},"
+            raise ValueError(f"{self.path}: {found} is invalid: {error}") from error

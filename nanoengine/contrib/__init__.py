@@ -1,1 +1,0 @@
-"""Features that few users need. Nothing imports them from outside: `optional.py` loads files by name."""

@@ -1,0 +1,1 @@
+"""The KV store: keeps full blocks outside the process."""

@@ -1,0 +1,483 @@
+"""The KV store: keeps full blocks outside the process, for later requests with the same prefix.
+
+    LLM(..., kv_store="/dev/shm/kv")               # a directory: local, or shared by several hosts
+    LLM(..., kv_store=DirectoryStore("/mnt/kv", max_bytes=100 << 30))  # from stores.py
+    LLM(..., kv_store="redis://localhost:6379/0")  # pip install 'nanoengine[redis]'
+
+After a restart, or in another process, an engine reuses a prefix that was computed before. An entry is one
+block: the K and V of `block_size` tokens in every layer. Its key is a SHA-256, chained over all blocks before
+it and seeded with the fingerprint of everything that K and V depend on. The key alone is not trusted: the
+entry contains the fingerprint, the tokens of its whole prefix and a checksum. A mismatch is a miss.
+
+    admission     the sequence's blocks after its prefix cache hits are read from the store, as far as the
+                  store has them: `StoringBlockManager.allocate`
+    launch        the blocks that the step fills are copied out, queued after its kernels: `StoringCore`
+    collect       the step has succeeded: a thread writes the blocks that the store does not have yet
+
+A store that fails costs time at most, and no request fails: its entries are not found, and writes are lost.
+Source of the idea: vLLM's KVConnector, https://docs.vllm.ai/en/latest/features/disagg_prefill
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections import abc, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+from torch import Tensor
+from xxhash import xxh3_128
+
+from nanoengine.backends.device import Download, upload
+from nanoengine.backends.kv_cache import KVGroup, KVSpec
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
+from nanoengine.extensions.kvstore.stores import DirectoryStore, Store, open_store
+from nanoengine.extensions.windows import WindowedBlockManager
+from nanoengine.started import Started
+
+FORMAT_VERSION = 1
+MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; above this, saving waits for a later step
+RETRY_SECONDS = 30.0  # how long a store is not called after a failure
+
+# ---- entries -------------------------------------------------------------------------------------
+
+
+def fingerprint_of(weights: Any, hf_config: Any, layout: Any) -> bytes:
+    """Return a hash of everything that K and V depend on, except the tokens and the kernels.
+
+    `weights` identifies the weights, their dtype and their quantization, `layout` how a block stores K and V.
+    """
+    config = hf_config.to_dict()
+    for name in "_name_or_path", "transformers_version":
+        config.pop(name, None)
+    parts = [FORMAT_VERSION, weights, config, layout]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
+
+
+def chain_keys(fingerprint: bytes, contents: Iterable[bytes]) -> list[str]:
+    """Return a key for each block, given the blocks' tokens. A key identifies all tokens up to its block."""
+    keys, key = [], fingerprint
+    for content in contents:
+        key = hashlib.sha256(key + content).digest()
+        keys.append(key.hex())
+    return keys
+
+
+def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.ndarray]) -> bytes:
+    """Return an entry, in safetensors format.
+
+    `token_ids`, (n,) int32, reach from the start of the sequence to the end of the block. `groups` holds, by
+    KV cache group, (bytes,) uint8: K and V of the first layer, of the second...
+    """
+    tensors = {f"group.{i}": group for i, group in enumerate(groups)}
+    tensors |= {"fingerprint": np.frombuffer(fingerprint, np.uint8), "token_ids": token_ids}
+    return save_tensors({**tensors, "checksum": _checksum(tensors)})
+
+
+def decode(
+    data: bytes, fingerprint: bytes, token_ids: np.ndarray, sizes: abc.Sequence[int]
+) -> list[np.ndarray] | None:
+    """Return the groups that were passed to `encode`, or None for an entry of other tokens or another model.
+
+    Raises ValueError if the entry is damaged.
+    """
+    try:
+        tensors = load_tensors(data)
+        checksum = tensors.pop("checksum")
+    except Exception as error:
+        raise ValueError(f"not an entry: {error}") from error
+    if not np.array_equal(checksum, _checksum(tensors)):
+        raise ValueError("its checksum is wrong")
+    names = [f"group.{i}" for i in range(len(sizes))]
+    if tensors.keys() != {"fingerprint", "token_ids", *names}:
+        return None
+    if tensors["fingerprint"].tobytes() != fingerprint or not np.array_equal(tensors["token_ids"], token_ids):
+        return None
+    groups = [tensors[name] for name in names]
+    return groups if [group.nbytes for group in groups] == list(sizes) else None
+
+
+def _checksum(tensors: dict[str, np.ndarray]) -> np.ndarray:
+    """Return a checksum of all tensors, (16,) uint8. It guards against corruption, not against tampering."""
+    digest = xxh3_128()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].data)
+    return np.frombuffer(digest.digest(), np.uint8)
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    """Return a contiguous host tensor as (bytes,) uint8, without a copy."""
+    return tensor.flatten().view(torch.uint8).numpy()
+
+
+# ---- the connector: between a store and an engine ------------------------------------------------
+
+
+class RetryGate:
+    """Calls a store that may fail. After a failure it pauses the calls; it logs only the first failure."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._resume_at = 0.0  # seconds of time.monotonic()
+        self._has_failed = False
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the function and return its result, or None if it raises or calls are paused."""
+        if time.monotonic() < self._resume_at:
+            return None
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self._resume_at = time.monotonic() + RETRY_SECONDS
+            if not self._has_failed:
+                message = "the KV store cannot be %s; it is retried every %.0f s: %s: %s"
+                logging.getLogger(__name__).warning(
+                    message, self._what, RETRY_SECONDS, type(error).__name__, error
+                )
+            self._has_failed = True
+            return None
+
+
+class Filled(NamedTuple):
+    """Lists blocks [first, len(contents)) of a sequence that a step fills: the next rows of `Snapshot`."""
+
+    seq: Sequence
+    contents: list[bytes]  # the tokens of each of its blocks, int32
+    first: int
+    tables: list[list[int]]  # by group: the block ids
+
+
+class Snapshot(NamedTuple):
+    """Holds the K and V of the blocks that a step fills, while they are copied to the host."""
+
+    filled: list[Filled]
+    groups: list[list[Download]]  # by group: K and V of its first layer, of its second..., (rows, B, K, D)
+    is_finite: Download  # (rows,) bool: a NaN would spread to every engine that loads it
+    num_bytes: int
+
+
+class KVConnector:
+    """Copies blocks from a store, which connectors may share, to a runner's KV cache and back.
+
+    `specs` says what each layer stores, `groups` which layers share a block table.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        runner: ModelRunner,
+        specs: abc.Sequence[KVSpec],
+        groups: abc.Sequence[KVGroup],
+        fingerprint: bytes,
+    ) -> None:
+        self.store, self.runner = store, runner
+        self.fingerprint = fingerprint
+        self.layers = [group.layers for group in groups]
+        self.sizes = [  # bytes per block, by group
+            sum(specs[layer].bytes_per_token for layer in layers) * runner.block_size
+            for layers in self.layers
+        ]
+        if isinstance(store, DirectoryStore):  # K and V, the tokens, and safetensors' header
+            store.max_entry_bytes = sum(self.sizes) + (1 << 24)
+        self._reading, self._writing = RetryGate("read"), RetryGate("written")
+        self._copying = RetryGate("copied to")  # fails when memory is short
+        self._lock = threading.Lock()
+        self._num_queued_bytes = 0
+        # Python waits for its queue before the process ends.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
+
+    # -- from the store, at admission
+
+    def find(self, keys: list[str]) -> list[bool]:
+        """Return whether the store has each of these blocks, or [] if it does not answer."""
+        return self._reading.ask(self.store.touch, keys) or []
+
+    def touch(self, contents: abc.Sequence[bytes]) -> None:
+        """Mark these blocks as used in the store, on the writer's thread."""
+        self._submit(self._touch, contents)
+
+    @torch.inference_mode()
+    def read(
+        self, keys: list[str], token_ids: np.ndarray, tables: abc.Sequence[list[int]], start: int, end: int
+    ) -> int | None:
+        """Read blocks [start, end) of a sequence into the blocks of its block tables, by group.
+
+        `keys` are those of all its blocks, `token_ids`, (n,) int32, the tokens of the blocks before `end`.
+        Returns the index of the first block that could not be read, or None if all were.
+        """
+        size = self.runner.block_size
+        entries = iter(self._reading.ask(self.store.get, keys[start:end]) or ())
+        with self.runner.device.running():
+            for i in range(start, end):
+                data = self._reading.ask(next, entries, None)
+                if data is None:
+                    return i
+                try:
+                    groups = decode(data, self.fingerprint, token_ids[: (i + 1) * size], self.sizes)
+                except ValueError as error:
+                    logging.getLogger(__name__).warning("ignoring a damaged entry of the KV store: %s", error)
+                    self._reading.ask(self.store.delete, keys[i])
+                    return i
+                if groups is None:
+                    return i
+                device = self.runner.device.device
+                for layers, table, group in zip(self.layers, tables, groups, strict=True):
+                    if table[i]:
+                        self._write_block(layers, table[i], upload(group, device))
+        return None
+
+    def _write_block(self, layers: abc.Sequence[int], block_id: int, data: Tensor) -> None:
+        """Copy data, (bytes,) uint8, into one block of the layers' caches."""
+        offset = 0
+        for layer in layers:
+            cache = self.runner.caches[layer]
+            for block in (cache.k[block_id], cache.v[block_id]):
+                part = data[offset : offset + block.nbytes]
+                block.copy_(part.view(block.dtype).view(block.shape))
+                offset += block.nbytes
+
+    # -- to the store: copied out after a launch, saved after the step has succeeded
+
+    @property
+    def room(self) -> int:
+        """The number of blocks that the queue has room for."""
+        return (MAX_QUEUED_BYTES - self._num_queued_bytes) // sum(self.sizes)
+
+    @torch.inference_mode()
+    def snapshot(self, filled: list[Filled]) -> Snapshot | None:
+        """Copy these blocks out, queued after the kernels that fill them. None: no blocks, or no memory."""
+        if not filled:
+            return None
+        snapshot: Snapshot | None = self._copying.ask(self._copy_out, filled)
+        return snapshot
+
+    def _copy_out(self, filled: list[Filled]) -> Snapshot:
+        device, groups = self.runner.device, []
+        by_group = [np.concatenate(tables) for tables in zip(*(f.tables for f in filled), strict=True)]
+        with device.running():
+            is_finite = torch.ones(len(by_group[0]), dtype=torch.bool, device=device.device)
+            for layers, block_ids in zip(self.layers, by_group, strict=True):
+                rows = upload(block_ids, device.device)
+                caches = [self.runner.caches[layer] for layer in layers]
+                downloads = []
+                for memory in itertools.chain.from_iterable((cache.k, cache.v) for cache in caches):
+                    copied = memory[rows]
+                    is_finite &= copied.flatten(1).isfinite().all(1)
+                    downloads.append(device.download(copied))
+                groups.append(downloads)
+            return Snapshot(filled, groups, device.download(is_finite), sum(self.sizes) * len(is_finite))
+
+    def save(self, snapshot: Snapshot | None) -> None:
+        """Queue the blocks of a successful step for writing, except those of requests that failed."""
+        if snapshot is None:
+            return
+        with self._lock:
+            self._num_queued_bytes += snapshot.num_bytes
+        is_sound = [filled.seq.finish_reason != "error" for filled in snapshot.filled]
+        self._submit(self._write, snapshot, is_sound)
+
+    def close(self) -> None:
+        """Wait until all queued blocks are written."""
+        self._writer.shutdown()
+
+    def _submit(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the process is ending: nothing more is written
+            self._writer.submit(function, *arguments)
+
+    # -- on the writer's thread
+
+    def _touch(self, contents: abc.Sequence[bytes]) -> None:
+        self._writing.ask(self.store.touch, chain_keys(self.fingerprint, contents))
+
+    def _write(self, snapshot: Snapshot, is_sound: list[bool]) -> None:
+        try:
+            row = 0
+            for filled, sound in zip(snapshot.filled, is_sound, strict=True):
+                if sound:
+                    self._write_blocks(snapshot, filled, row)
+                row += len(filled.contents) - filled.first
+        except Exception:
+            logging.getLogger(__name__).exception("blocks were not saved to the KV store")
+        finally:
+            with self._lock:
+                self._num_queued_bytes -= snapshot.num_bytes
+
+    def _write_blocks(self, snapshot: Snapshot, filled: Filled, row: int) -> None:
+        """Write the blocks of a sequence that the store does not have. `row` is the first one's row."""
+        keys = chain_keys(self.fingerprint, filled.contents)
+        is_there = self._writing.ask(self.store.touch, keys)
+        if is_there is None or all(is_there):
+            return
+        is_finite = snapshot.is_finite.read()
+        token_ids = np.frombuffer(b"".join(filled.contents), np.int32)
+        for i in range(filled.first, len(keys)):
+            if not is_there[i]:
+                r = row + i - filled.first
+                if not is_finite[r]:
+                    break
+                parts = [np.concatenate([_bytes_of(x.read()[r]) for x in group]) for group in snapshot.groups]
+                prefix = token_ids[: (i + 1) * self.runner.block_size]
+                if not self._writing.ask(self._put, keys[i], encode(self.fingerprint, prefix, parts)):
+                    break
+        self._writing.ask(self.store.touch, keys)  # mark the start of the prefix as used last
+
+    def _put(self, key: str, data: bytes) -> bool:
+        self.store.put(key, data)
+        return True
+
+
+# ---- the engine's classes with a store -----------------------------------------------------------
+
+
+class StoringBlockManager(WindowedBlockManager):
+    """Manages blocks as its base class does, and at admission loads the blocks after a hit from a store.
+
+    Prefix cache hits are not written to the store again. If the store failed to save them, or has evicted
+    them since, it gets them when they are next recomputed.
+
+    Args:
+        num_blocks, block_size, settings: as in the base class.
+        connector: connects to the store.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, connector: KVConnector, **settings: Any) -> None:
+        super().__init__(num_blocks, block_size, **settings)
+        self.connector = connector
+        self.num_saved_blocks: dict[Sequence, int] = {}  # from the start: these need not be written
+        self.num_external_query_tokens = 0  # over first admissions: not in the prefix cache
+        self.num_external_hit_tokens = 0  # and of those, how many the store had
+
+    def allocate(self, seq: Sequence) -> bool:
+        """Allocate as in the base class, then load from the store. Loaded tokens count as computed."""
+        if not super().allocate(seq):
+            return False
+        self.num_saved_blocks[seq] = seq.num_registered_blocks
+        if seq.prompt_logprobs is None:
+            self._load(seq)
+        return True
+
+    def forget(self, seq: Sequence) -> None:
+        """Also reset the number of saved blocks."""
+        super().forget(seq)
+        self.num_saved_blocks.pop(seq, None)
+
+    def take_filled(self, batch: ScheduledBatch, room: int) -> list[Filled]:
+        """Return at most `room` blocks that a step fills and that are not yet saved."""
+        filled = []
+        for seq in dict.fromkeys(chunk.seq for chunk in batch.chunks):
+            first = self.num_saved_blocks[seq]
+            last = min(seq.num_registered_blocks, first + room)
+            tables = [table[first:last] for table in self.tables_of(seq)]
+            if first < last and all(map(all, tables)):  # false if, with a full queue, a window has freed one
+                room -= last - first
+                self.num_saved_blocks[seq] = last
+                filled.append(Filled(seq, [key.content for key in seq.block_keys[:last]], first, tables))
+        return filled
+
+    def _load(self, seq: Sequence) -> None:
+        """Load the blocks after a sequence's hits, as far as the store has them."""
+        num_hits, is_first = seq.num_registered_blocks, seq.first_scheduled_time is None
+        num_computed = seq.num_computed_tokens
+        self.num_external_query_tokens += seq.num_tokens - num_computed if is_first else 0
+        contents = [key.content for key in seq.block_keys]
+        if len(contents) == num_hits:  # nothing to look up: mark the hits as used
+            if contents:
+                self.connector.touch(contents)
+            return
+        keys = chain_keys(self.connector.fingerprint, contents)
+        is_there = self.connector.find(keys)
+        while (span := self._find_span(seq, num_hits, is_there)) is not None:
+            start, end = span
+            seq.num_computed_tokens = min(end * self.block_size, seq.num_tokens - 1)
+            # A group with a window frees the blocks that are out of sight from there, and takes new ones.
+            has_room = self.may_append(seq, seq.num_tokens)
+            token_ids = np.array(seq.token_ids[: end * self.block_size], np.int32)
+            tables = self.tables_of(seq)
+            missing = self.connector.read(keys, token_ids, tables, start, end) if has_room else None
+            if has_room and missing is None:
+                seq.num_hit_tokens = end * self.block_size
+                self.register_full_blocks(seq, seq.num_hit_tokens)
+                self.num_saved_blocks[seq] = end
+                if is_first:
+                    seq.num_cached_tokens = seq.num_computed_tokens
+                    self.num_external_hit_tokens += seq.num_computed_tokens - num_computed
+                return
+            self.free(seq)
+            allocated = super().allocate(seq)  # back to the prefix cache's hits alone
+            assert allocated
+            self.num_saved_blocks[seq] = num_hits
+            if missing is None:
+                return
+            is_there[missing] = False
+
+    def _find_span(
+        self, seq: Sequence, num_hits: int, is_there: abc.Sequence[bool]
+    ) -> tuple[int, int] | None:
+        """Return the blocks to load, [start, end), for the longest prefix that can be used.
+
+        A prefix can be used if every block that its groups still see is in the store, or before num_hits: the
+        sequence holds those blocks already. `find_groups` has the same rule.
+        """
+        end = len(is_there)
+        while end > num_hits:
+            position = min(end * self.block_size, seq.num_tokens - 1)
+            start = max(num_hits, min(self._first_seen(window, position) for window in self.windows))
+            missing = next((i for i in range(start, end) if not is_there[i]), None)
+            if missing is None:
+                return start, end
+            end = missing  # every longer prefix sees the missing block
+        return None
+
+
+class StoringCore(EngineCore):
+    """Copies out the blocks that a step fills at launch, and saves them once the step has succeeded."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int) -> None:
+        super().__init__(scheduler, runner, max_in_flight)
+        assert isinstance(scheduler.block_manager, StoringBlockManager)
+        self.blocks, self.connector = scheduler.block_manager, scheduler.block_manager.connector
+        self.snapshots: deque[Snapshot | None] = deque()  # of the steps in flight
+
+    def launch(self, batch: ScheduledBatch, before: Launch | None) -> None:
+        """Launch the step, then copy out the blocks that it fills."""
+        super().launch(batch, before)  # and now, since later steps may write to these blocks:
+        filled = self.blocks.take_filled(batch, self.connector.room)
+        self.snapshots.append(self.connector.snapshot(filled))
+
+    def collect(self) -> Collected:
+        """Collect the step, then save its blocks."""
+        collected = super().collect()
+        self.connector.save(self.snapshots.popleft())
+        return collected
+
+    def recover(self) -> None:
+        """Drop the copies of the failed steps, then recover as in the base class."""
+        self.snapshots.clear()
+        super().recover()
+
+    def close(self) -> None:
+        """Write what is queued, then close as in the base class."""
+        self.connector.close()
+        super().close()
+
+
+def connect(config: EngineConfig, started: Started, hf_config: Any) -> KVConnector:
+    """Open the store that `EngineConfig.kv_store` specifies, and connect it to a runner's KV cache.
+
+    Raises ValueError if the store cannot be opened.
+    """
+    runner, specs, groups = started.runner, started.kv_specs, started.kv_groups
+    weights = started.weights_digest.hex(), config.quantization, config.activations
+    fingerprint = fingerprint_of(weights, hf_config, [runner.block_size, specs, groups])
+    return KVConnector(open_store(config.kv_store), runner, specs, groups, fingerprint)

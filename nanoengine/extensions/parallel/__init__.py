@@ -1,0 +1,1 @@
+"""Tensor parallelism: several processes share a model's weights."""

@@ -1,0 +1,229 @@
+"""Guards the service: limits every request's headers, size and time, checks the key, writes a log line."""
+
+import asyncio
+import hmac
+import logging
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from nanoengine.server.openai_api import APIError, to_json, unavailable
+
+CLIENT_SECONDS = 60  # how long a client may take to send its request, or to read one message
+
+
+@dataclass
+class Ticket:
+    """Records one HTTP request: the fields of its log line, and how far the request got."""
+
+    id: str
+    method: str
+    path: str
+    status: int | None = None  # None: the client disconnected before a status was sent
+    error: str | None = None  # the code of the error in the answer
+    disconnected: bool = False  # the client disconnected before the end of the answer
+    samples: int = 0  # counted in `Service.num_samples` until the request ends
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_output_seconds: float | None = None
+    started: float = field(default_factory=time.monotonic)
+    is_complete: bool = False  # the whole answer is sent
+
+    def line(self) -> dict[str, Any]:
+        """Return the fields of the log line."""
+        known = {"time": round(time.time(), 3), **asdict(self)}
+        known["seconds"] = time.monotonic() - known.pop("started")
+        del known["is_complete"]
+        return {name: round(one, 6) if isinstance(one, float) else one for name, one in known.items()}
+
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts in OpenAI's shape."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Gate:
+    """ASGI middleware that admits and logs requests, and stops the work for clients that disconnect.
+
+    It refuses a wrong key, a body that is too large or too slow, and new requests while the server drains.
+    """
+
+    def __init__(self, app: ASGIApp, service: Any) -> None:
+        self.app, self.service = app, service
+        self.log = logging.getLogger("nanoengine.requests")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        ticket = Ticket(uuid.uuid4().hex, scope["method"], scope["path"][:200])
+        scope.setdefault("state", {})["ticket"] = ticket
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                ticket.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", ticket.id.encode())]
+            elif not message.get("more_body", False):
+                ticket.is_complete = True
+            async with asyncio.timeout(CLIENT_SECONDS):
+                await send(message)
+
+        try:
+            refusal = self.refusal(scope)
+            try:
+                body = await self.read(receive, 0 if refusal else self.service.max_body_bytes)
+                if refusal is not None:
+                    raise refusal
+            except APIError as error:
+                ticket.error = error.code
+                await error.response()(scope, receive, noting)
+            else:
+                await self.run(scope, body, receive, noting, ticket)
+        except (ConnectionError, TimeoutError):  # the client left during its request, or stopped reading
+            ticket.disconnected = True
+        except Exception:
+            ticket.status = 500
+            raise
+        finally:
+            self.service.num_samples -= ticket.samples
+            self.log.info(to_json(ticket.line()).decode())
+
+    def refusal(self, scope: Scope) -> APIError | None:
+        """Return the error for a request that is refused before its body is read, else None."""
+        if scope["path"] in ("/", "/health", "/ping"):
+            return None
+        key = self.service.api_key
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        # Two headers are refused: a proxy in front of the server may have checked the other one.
+        if key is not None and not (
+            len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + key.encode())
+        ):
+            message = "the API key is missing or wrong; send it as Authorization: Bearer ..."
+            return APIError(401, message, code="invalid_api_key", www_authenticate="Bearer")
+        if scope["method"] == "POST" and not self.service.is_serving:
+            return unavailable("the server is shutting down")
+        return None
+
+    async def read(self, receive: Receive, limit: int) -> bytes:
+        """Return the request's body.
+
+        Raises:
+            APIError: the body has more than `limit` bytes, or takes too long.
+            ConnectionError: the client disconnected.
+        """
+        body, num_bytes = bytearray(), 0
+        try:
+            async with asyncio.timeout(CLIENT_SECONDS):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionError
+                    # Bytes beyond the limit are read and dropped: a client that is still writing would not
+                    # read the refusal.
+                    num_bytes += len(message.get("body", b""))
+                    if num_bytes <= limit:
+                        body += message.get("body", b"")
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise APIError(408, f"the request was not complete after {CLIENT_SECONDS} seconds") from None
+        if num_bytes > limit > 0:
+            raise APIError(413, f"the request has {num_bytes} bytes; at most {limit} are allowed")
+        return bytes(body)
+
+    async def run(self, scope: Scope, body: bytes, receive: Receive, send: Send, ticket: Ticket) -> None:
+        """Run the app until it has answered or the client disconnects."""
+
+        async def disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        gone = asyncio.ensure_future(disconnect())
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            if messages:
+                return messages.pop()
+            await asyncio.wait([gone])
+            return {"type": "http.disconnect"}
+
+        work = asyncio.ensure_future(self.app(scope, replay, send))
+        try:
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            if work.done() or ticket.is_complete:
+                await work
+            else:
+                ticket.disconnected = True
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+
+class Connection(H11Protocol):
+    """A client's connection, with a time limit on receiving a request's headers.
+
+    h11 limits the headers to 64 KiB, and separately the trailer of a chunked body. Uvicorn limits the time
+    between requests. This class limits the time until the headers are complete.
+    """
+
+    late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer: a client may connect and stay silent."""
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "connection": self}  # part of each request's scope
+        self.watch()
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write a part of a streamed body at once. Returns False if it has to be sent through ASGI.
+
+        The server shares one interpreter lock with the engine, so thousands of events a second must be cheap.
+        Middleware, a timeout and h11's state machine for each of them are not.
+        """
+        version = self.conn.their_http_version or b""
+        if version < b"1.1" or self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        """Parse more bytes, and start or stop the timer."""
+        super().data_received(data)
+        self.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer, whichever side closed the connection."""
+        super().connection_lost(exc)
+        if self.late is not None:
+            self.late.cancel()
+
+    def watch(self) -> None:
+        """Start the timer while headers are incomplete. The connection is closed after CLIENT_SECONDS."""
+        waits = self.conn.their_state is h11.IDLE
+        if waits and self.late is None:
+            self.late = self.loop.call_later(CLIENT_SECONDS, self.timeout_keep_alive_handler)
+        elif not waits and self.late is not None:
+            self.late.cancel()
+            self.late = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that is not HTTP with 400, and one whose headers are too large with 431."""
+        error = sys.exception()
+        if not isinstance(error, h11.RemoteProtocolError) or error.error_status_hint != 431:
+            return super().send_400_response(msg)
+        headers = [(b"connection", b"close"), (b"content-length", b"0")]
+        for answer in (h11.Response(status_code=431, headers=headers), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(answer) or b"")
+        self.transport.close()

@@ -1,0 +1,525 @@
+"""Translates OpenAI's completions and chat APIs: requests into engine terms, outputs into API responses.
+
+`SamplingParams` alone names and checks sampling parameters, so the server accepts a new one at once. The rule
+in unknown_arguments.py decides about other fields.
+
+Source: the OpenAI API reference; vllm/entrypoints/openai for the names of fields beyond OpenAI's.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from nanoengine.chat.templates import render_chats
+from nanoengine.chat.tool_formats import MANY, AnswerParser, Formats, ToolChoice, listed
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoengine.requests import check_unicode, split_prompts
+from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+from nanoengine.unknown_arguments import MAX_UNSERVED, REQUEST_IGNORES, SAMPLING_IGNORES, without_unserved
+
+MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searched for at every token
+# The SamplingParams fields that a request may set. Fields of the API determine the others.
+SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
+SAMPLED -= {"detokenize", "logits_processors", "output_kind"}
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
+
+# ---- JSON, and errors in OpenAI's shape ----------------------------------------------------------
+
+
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def to_json(content: Any) -> bytes:
+    """Encode as JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a JSON escape."""
+    return ENCODER.encode(content).encode(errors="backslashreplace")
+
+
+class JSON(JSONResponse):
+    """A JSON response encoded by `to_json`."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return to_json(content)
+
+
+class APIError(Exception):
+    """An error to answer with, and its HTTP status. `param` names the field at fault."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+        self.code = code or ("invalid_request" if status < 500 else "server_error")
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The error in OpenAI's shape. A message that quotes a long request is cut."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        message = str(self)[:1000]
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the error as a response, for a client whose answer has not begun."""
+        return JSON(self.content, self.status, self.headers)
+
+
+def unavailable(message: str) -> APIError:
+    """Return a 503: the same request may succeed later, or on another server."""
+    return APIError(503, message, code="unavailable", retry_after="1")
+
+
+@contextmanager
+def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
+    """Turn the engine's errors about a bad request into an APIError.
+
+    The engine's messages begin with the name of the field at fault. `param` is used for those that do not.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, RecursionError) as error:
+        first = re.split(r"\W", str(error), maxsplit=1)[0]
+        known = first in SAMPLED or first in type(body).model_fields
+        if first == "structured_outputs" and isinstance(body, GenerationRequest):
+            first = body._structured_field
+        raise APIError(400, str(error), param=first if known else param) from None
+
+
+def sampling_fields(body: BaseModel, sampled: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return a request's fields that are in `sampled`. A null field counts as absent.
+
+    Raises:
+        APIError: another field is not supported, by the rule in unknown_arguments.py.
+    """
+    extra, found = body.model_extra or {}, dict[str, Any]()
+    served, ignored = sampled | type(body).model_fields.keys(), (*SAMPLING_IGNORES, *REQUEST_IGNORES)
+    if len(extra) > MAX_UNSERVED:
+        raise APIError(400, f"the request has more than {MAX_UNSERVED} fields")
+    for name, value in extra.items():
+        with refusing(body, name):
+            found |= without_unserved("the request", {name: value}, served, ignored)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# ---- Requests, and answers in the same API's shape -----------------------------------------------
+
+
+class Conversation(BaseModel):
+    """Holds messages, and settings for the chat template that renders them."""
+
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    reasoning_effort: str | None = None  # a variable of some templates, such as gpt-oss's
+
+    def render(
+        self, tokenizer: Any, encode: Callable[[str, bool], list[int]] | None = None
+    ) -> dict[str, Any]:
+        """Return the messages as a prompt for the engine. `render_chats` documents `encode`.
+
+        Raises:
+            ValueError: the template refuses the messages, or a setting is not a template variable.
+        """
+        settings = dict(self.chat_template_kwargs or {})
+        # Only variables of the template may be set, not the method's own arguments. In particular, a client
+        # must not replace the template.
+        if reserved := settings.keys() & inspect.signature(tokenizer.apply_chat_template).parameters:
+            raise ValueError(f"chat_template_kwargs must not hold {sorted(reserved)}")
+        if self.reasoning_effort not in (None, "none"):
+            settings.setdefault("reasoning_effort", self.reasoning_effort)
+        settings["continue_final_message"] = goes_on = bool(self.continue_final_message)
+        adds = self.add_generation_prompt
+        settings["add_generation_prompt"] = not goes_on if adds is None else adds
+        if ToolChoice.read(self.tools, self.tool_choice).shown:
+            settings["tools"] = self.tools
+        messages = list(map(with_arguments_read, self.messages or []))
+        return render_chats(messages, tokenizer, encode, **settings)[0]
+
+
+def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates expect it: tool arguments as objects, and content as text.
+
+    Raises:
+        ValueError: the message's tool_calls are malformed.
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in listed(message["tool_calls"]):
+        match call:
+            case {"function": {"name": str(), **rest} as function}:
+                arguments = rest.get("arguments") or {}
+            case _:
+                raise ValueError(f"messages: tool_calls must hold functions with a name, got {call!r}")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                raise ValueError(f"messages: arguments must be JSON, got {arguments!r:.200}") from None
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+class StreamOptions(BaseModel):
+    """Chooses what a stream holds in addition to the answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # the usage so far, in every piece
+    include_obfuscation: bool | None = None  # accepted without effect: nothing is obfuscated
+
+
+class GenerationRequest(BaseModel):
+    """Holds the fields that both APIs have. Null counts as absent; sampling fields are in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: Any = None
+    response_format: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None  # this field and the following ones are vLLM's
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # logprobs show "token_id:17" in place of a token's text
+    add_special_tokens: bool | None = None
+    request_id: str | None = Field(None, max_length=200)  # part of the answer's id, in each piece of a stream
+    _structured_field: str = PrivateAttr("structured_outputs")  # the field that asks for these
+
+    @cached_property  # not a private attribute, which takes microseconds to read, for each token
+    def sent(self) -> dict[int, int]:
+        """The length of the text that was sent, by the sample's index."""
+        return {}
+
+    def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
+        """Return the request's SamplingParams. `own` holds those that each API spells in its own way.
+
+        Raises:
+            APIError: a parameter is out of range, or not supported.
+        """
+        given: dict[str, Any] = {}
+        structured: dict[str, Any] = {}
+        for name, value in sampling_fields(self, SAMPLED | GUIDED.keys()).items():
+            if name in GUIDED:
+                structured[GUIDED[name]] = value
+                self._structured_field = name
+            else:
+                given[name] = value
+        with refusing(self):
+            bias = self.logit_bias
+            if isinstance(bias, dict):  # JSON's keys are strings
+                for key in bias:  # one spelling for each token id, so that no token gets two biases
+                    if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+                        raise ValueError(f"logit_bias must have token ids as keys, got {key!r:.99}")
+                bias = {int(key): value for key, value in bias.items()}
+            given |= {"logit_bias": bias, "prompt_logprobs": self.prompt_logprobs, **own}
+            if asked := self.format():
+                structured |= asked
+                self._structured_field = "response_format"
+            if structured and "structured_outputs" in given:
+                raise ValueError("structured_outputs cannot be combined with response_format or guided_...")
+            if structured:
+                given["structured_outputs"] = structured
+            for name in ("logprobs", "prompt_logprobs"):  # the engine checks the upper limit
+                if (given.get(name) or 0) < 0:
+                    raise ValueError(f"{name} must be at least 0, got {given[name]}")
+            for name in ("stop", "bad_words"):
+                if isinstance(given.get(name), list) and len(given[name]) > MAX_STRINGS:
+                    raise ValueError(f"{name} must hold at most {MAX_STRINGS} strings")
+            if self.stream and self.prompt_logprobs is not None:
+                raise ValueError("prompt_logprobs needs stream=false")
+            if self.stream_options is not None and not self.stream:
+                raise ValueError("stream_options needs stream=true")
+            kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+            return replace(defaults, output_kind=kind, **given)
+
+    def format(self) -> dict[str, Any]:
+        """Return `response_format` as fields of StructuredOutputsParams."""
+        asked = self.response_format or {}
+        kind = asked.get("type", "text")
+        if kind == "text":
+            return {}
+        if kind == "json_object":
+            return {"json_object": True}
+        if kind == "structural_tag":
+            return {"structural_tag": asked}
+        named = asked.get("json_schema")
+        schema = named.get("schema", named.get("json_schema")) if isinstance(named, dict) else None
+        if kind != "json_schema" or not isinstance(schema, dict):
+            raise ValueError(
+                "response_format must be of type text, json_object, structural_tag, or json_schema with a "
+                f"schema, got {kind!r:.80}"
+            )
+        return {"json": schema}
+
+    def failure(self, params: SamplingParams, reason: Any) -> APIError:
+        """Return the error to answer with when a sample finished with "error"."""
+        bans = ("allowed_token_ids", "bad_words", "stop_token_ids")
+        named = [name for name in bans if params.structured_outputs and getattr(params, name)]
+        if named:  # a ban left no valid token: the likely cause, unless the logits are NaN
+            field = self._structured_field
+            said = f"{field}: {' and '.join(named)} leave no token that may come next: {reason}"
+            return APIError(400, said, param=field)
+        return APIError(500, f"the model could not compute this request: {reason}")
+
+    def token_name(self, token_id: int, text: str | None) -> str:
+        """Return the name of a token in reported log-probabilities."""
+        return f"token_id:{token_id}" if self.return_tokens_as_token_ids else text or ""
+
+    def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
+        """Return the fields of a choice that both APIs have. The prompt's ids are in the first piece only."""
+        choice: dict[str, Any] = {
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+        if self.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [
+                entry and {str(token_id): asdict(clamped(one)) for token_id, one in entry.items()}
+                for entry in output.prompt_logprobs or []
+            ]
+        return choice
+
+
+def clamped(logprob: Logprob) -> Logprob:
+    """Return the log-probability as a number that JSON has: minus infinity becomes -9999, as in vLLM."""
+    return replace(logprob, logprob=max(logprob.logprob, -9999.0))
+
+
+def best_first(entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+    """Return the tokens reported for one position, the most probable first."""
+    ranked = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)
+    return [(token_id, clamped(one)) for token_id, one in ranked]
+
+
+class CompletionRequest(GenerationRequest):
+    """A request to continue a text: /v1/completions."""
+
+    is_chat: ClassVar[bool] = False
+    prefix: ClassVar[str] = "cmpl"
+    source: ClassVar[str] = "prompt"
+    kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, piece of a stream
+    prompt: Any  # a string, a list of strings, token ids, or a list of lists of token ids
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
+        """Return the request's SamplingParams."""
+        own: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.max_tokens is not None:
+            own["max_tokens"] = 1 if self.is_echo_alone else self.max_tokens
+        if self.echo and self.logprobs is not None:
+            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return self.sampling_params(defaults, **own)
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether the request wants only its prompt back. One token is sampled all the same, and left out."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts, counted without reading any of them.
+
+        Raises:
+            TypeError: the prompt is neither text nor a list.
+        """
+        if not isinstance(self.prompt, str | list):
+            raise TypeError(f"prompt must be text, token ids, or a list of these, got {self.prompt!r}")
+        return len(split_prompts(self.prompt))
+
+    def prompts(self, tokenizer: Any, encode: Callable[[str, bool], list[int]]) -> list[Any]:
+        """Return the prompts in a form that the engine accepts."""
+        prompts = split_prompts(self.prompt)
+        if self.add_special_tokens is not False or tokenizer is None:
+            return prompts
+        return [
+            {"prompt": one, "prompt_token_ids": encode(check_unicode("prompt", one), False)}
+            if isinstance(one, str)
+            else one
+            for one in prompts
+        ]
+
+    def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
+        """Return the parameters unchanged. `ChatRequest.fit` adapts them to tools and reasoning."""
+        return params
+
+    def choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput, tokenizer: Any
+    ) -> dict[str, Any]:
+        """Return a sample, or its next piece."""
+        text, is_first, offset = completion.text, index not in self.sent, self.sent.get(index, 0)
+        reported: list[tuple[int, dict[int, Logprob] | None]] = []
+        if self.echo and is_first:
+            prompt = output.prompt
+            text = (tokenizer.decode(output.prompt_token_ids) if prompt is None else prompt) + text
+            reported += zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
+        reported += zip(completion.token_ids, completion.logprobs or [], strict=False)
+        logprobs, self.sent[index] = None, offset
+        if self.logprobs is not None:
+            texts = [
+                entry[token_id].decoded_token or "" if entry else tokenizer.decode([token_id])
+                for token_id, entry in reported
+            ]
+            *offsets, self.sent[index] = accumulate(map(len, texts), initial=offset)
+            logprobs = {
+                "tokens": [
+                    self.token_name(pair[0], name) for pair, name in zip(reported, texts, strict=True)
+                ],
+                "token_logprobs": [entry and clamped(entry[token]).logprob for token, entry in reported],
+                "top_logprobs": [entry and self.top_logprobs(entry) for _, entry in reported],
+                "text_offset": offsets,
+            }
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            **self.common(completion, output, is_first),
+        }
+
+    def top_logprobs(self, entry: dict[int, Logprob]) -> dict[str, float]:
+        """Return the tokens reported for one position. Of tokens with the same text, the best is kept."""
+        ranked = reversed(best_first(entry))
+        return {self.token_name(token_id, one.decoded_token): one.logprob for token_id, one in ranked}
+
+
+def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a choice into pieces of a stream.
+
+    OpenAI's clients expect the finish reason in a piece of its own, after the last tool call.
+    """
+    if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", {}):
+        return [choice]
+    end = {"index": choice["index"], "delta": {}, "logprobs": None}
+    over = {name: choice.pop(name) for name in ("finish_reason", "stop_reason")}
+    return [{**choice, "finish_reason": None, "stop_reason": None}, {**end, **over}]
+
+
+class ChatRequest(Conversation, GenerationRequest):
+    """A request to continue a conversation: /v1/chat/completions."""
+
+    is_chat: ClassVar[bool] = True
+    prefix: ClassVar[str] = "chatcmpl"
+    source: ClassVar[str] = "messages"
+    kinds: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
+    is_echo_alone: ClassVar[bool] = False
+    num_prompts: ClassVar[int] = 1
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
+    _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)  # None: the whole text is content
+
+    def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
+        """Return the request's SamplingParams. `recommended` is the checkpoint's own `max_new_tokens`."""
+        limits = (self.max_completion_tokens, self.max_tokens, recommended)
+        max_tokens = next((limit for limit in limits if limit is not None), None)
+        if self.top_logprobs and not self.logprobs:
+            raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=num_logprobs)
+
+    def prompts(self, tokenizer: Any, encode: Callable[[str, bool], list[int]]) -> list[Any]:
+        """Return the rendered conversation, as a list of one prompt for the engine."""
+        prompt = self.render(tokenizer, encode)
+        if self.add_special_tokens:
+            prompt["prompt_token_ids"] = encode(prompt["prompt"], True)
+        return [prompt]
+
+    def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
+        """Adapt the parameters to the model's format of tool calls and reasoning, and to required calls.
+
+        Raises:
+            ValueError, TypeError: tools or tool_choice are malformed.
+        """
+        choice = ToolChoice.read(self.tools, self.tool_choice)
+        prompt, is_one = prompts[0]["prompt"], self.parallel_tool_calls is False
+        knows_calls = bool(formats.tools or formats.template or choice.max_required)
+        if (choice.shown and knows_calls) or formats.reasoning or formats.template:
+            tools, forced = choice.tools if choice.shown else [], choice.max_required > 0
+            is_structured, max_calls = params.structured_outputs is not None, 1 if is_one else MANY
+            self._new_parser = partial(AnswerParser, formats, prompt, tools, forced, is_structured, max_calls)
+            if formats.keeps_special_tokens:
+                params = replace(params, skip_special_tokens=False)
+        if choice.max_required:
+            self._structured_field = "tools"
+        constrained = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
+        return replace(params, structured_outputs=constrained)
+
+    def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the text fields and tool calls of a sample's message, or of its next piece."""
+        if index not in self.parsers:
+            self.parsers[index] = self._new_parser and self._new_parser()
+        parser = self.parsers[index]
+        if parser is None:
+            return {"content": completion.text}
+        return parser.message(completion, bool(self.stream))
+
+    @cached_property
+    def parsers(self) -> dict[int, AnswerParser | None]:
+        """The parsers of the samples, by their indices."""
+        return {}
+
+    def choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput, tokenizer: Any
+    ) -> dict[str, Any]:
+        """Return a sample, or its next piece."""
+        logprobs = None
+        if self.logprobs:
+            entries = zip(completion.token_ids, completion.logprobs or [], strict=False)
+            content = [
+                self._token(token_id, clamped(entry[token_id]))
+                | {"top_logprobs": [self._token(*one) for one in best_first(entry)[: self.top_logprobs or 0]]}
+                for token_id, entry in entries
+            ]
+            logprobs = {"content": content}
+        is_first = index not in self.sent
+        role = {"role": "assistant"} if is_first else {}
+        self.sent[index] = 0
+        message = {"delta" if self.stream else "message": {**role, **self._message(index, completion)}}
+        common = self.common(completion, output, is_first)
+        if completion.finish_reason == "stop" and (parser := self.parsers[index]) and parser.num_calls:
+            common["finish_reason"] = "tool_calls"
+        return {"index": index, **message, "logprobs": logprobs, **common}
+
+    def _token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
+        text = logprob.decoded_token or ""
+        # A token that is part of a character shows as U+FFFD, and the bytes of U+FFFD are not the token's.
+        in_bytes = None if "\ufffd" in text else list(text.encode())
+        name = self.token_name(token_id, text)
+        return {"token": name, "logprob": logprob.logprob, "bytes": in_bytes}
+
+
+class TokenizeRequest(Conversation):
+    """A request to turn text or a conversation into token ids: vLLM's /tokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """A request to turn token ids into text: vLLM's /detokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,303 @@
+"""OpenAI's Responses API in its simplest form: text and function calls, whole or streamed.
+
+Each request is translated to a chat request, and the chat's answer to a response. unknown_arguments.py
+decides about unsupported fields. Reasoning is left out of the response.
+
+Source: the OpenAI API reference.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict
+
+from nanoengine.server.connections import Ticket
+from nanoengine.server.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing, sampling_fields
+from nanoengine.server.service import EventStream, Service, event
+from nanoengine.unknown_arguments import without_unserved
+
+SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+class InputChat(ChatRequest):
+    """Is a chat request that was made from `input`: errors name that field instead of `messages`."""
+
+    source: ClassVar[str] = "input"
+
+
+class ResponsesRequest(BaseModel):
+    """Describes the body of a request to /v1/responses. Null is the same as a missing field.
+
+    `model_extra` has the fields of SamplingParams.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: str | None = None
+    input: Any  # text, or a list of messages, function calls and their outputs
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: Any = None
+    top_p: Any = None
+    stream: bool | None = None
+    text: dict[str, Any] | None = None  # output format: {"format": {"type": "json_schema", "schema": ...}}
+    tools: list[Any] | None = None  # {"type": "function", "name": ..., "parameters": a JSON schema}
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None  # {"effort": ...}, for templates that have such a switch
+
+    def chat(self) -> ChatRequest:
+        """Return the equivalent chat request.
+
+        Raises:
+            APIError: a field is not supported, or the input holds anything but text and function calls.
+        """
+        sampling = sampling_fields(self, SERVED)
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            message = f"max_output_tokens must be at least 1, got {self.max_output_tokens}"
+            raise APIError(400, message, param="max_output_tokens")
+        with refusing(self, "text"):
+            form = without_unserved("text", self.text or {}, ("format",)).get("format")
+            if not isinstance(form, dict | None):
+                raise TypeError(f"text.format must be an object, got {form!r:.80}")
+        if form is not None and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
+        with refusing(self, "reasoning"):
+            summaries = "summary", "generate_summary"
+            effort = without_unserved("reasoning", self.reasoning or {}, ("effort",), summaries).get("effort")
+        with refusing(self, "tools"):
+            tools = None if self.tools is None else list(map(chat_tool, self.tools))
+        with refusing(self, "input"):
+            messages = messages_of(self.input)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        same = {"model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls"}
+        fields = self.model_dump(include=same) | {"messages": messages, "response_format": form}
+        fields |= {"tools": tools, "reasoning_effort": effort}
+        return InputChat.model_validate(sampling | fields | {"max_completion_tokens": self.max_output_tokens})
+
+
+def chat_tool(tool: Any) -> dict[str, Any]:
+    """Convert a function tool to the chat API's format.
+
+    >>> chat_tool({"type": "function", "name": "now", "parameters": None})
+    {'type': 'function', 'function': {'name': 'now'}}
+    """
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ValueError(f"tools must hold functions only, got {tool!r:.80}")
+    given = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": given}
+
+
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """Convert an input to messages of the chat API.
+
+    >>> messages_of("Hi")
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"input must be text or a list of messages, got {given!r:.80}")
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(given):
+        where = f"input[{index}]"
+        match item:
+            case {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}:
+                # Templates expect calls in the message of the text before them.
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                function = {"name": name, "arguments": arguments}
+                call = {"id": call_id, "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case {"type": "function_call_output", "call_id": call_id, "output": output}:
+                content = content_of(f"{where}.output", output)
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case dict() if item.get("type", "message") == "message":
+                if (role := item.get("role")) not in ROLES:
+                    raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r:.80}")
+                content = content_of(f"{where}.content", item.get("content"))
+                messages.append({"role": ROLES[role], "content": content})
+            case _:
+                raise ValueError(f"{where} must be a message or a function call, got {item!r:.80}")
+    return messages
+
+
+def content_of(where: str, given: Any) -> str | list[dict[str, str]]:
+    """Convert a message's content, or a function's output, to the chat API's format."""
+    if isinstance(given, str):
+        return given
+    return [text_of(where, part) for part in (given if isinstance(given, list) else [given])]
+
+
+def text_of(where: str, part: Any) -> dict[str, str]:
+    """Convert one part of a message's content to the chat API's format."""
+    text = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str) or part.get("type") not in ("input_text", "output_text", "text"):
+        raise ValueError(f"{where} must be text or hold parts of type input_text, got {part!r:.80}")
+    return {"type": "text", "text": text}
+
+
+class ResponseStream:
+    """Builds a response, as one object or as the events of a stream, in order.
+
+    `created` is in seconds since the epoch.
+    """
+
+    def __init__(self, body: ResponsesRequest, request_id: str, created: int, model: str) -> None:
+        names = {"instructions", "max_output_tokens", "temperature", "top_p"}
+        is_parallel = body.parallel_tool_calls is not False
+        self.head: dict[str, Any] = {
+            **{"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model},
+            **body.model_dump(include=names),
+            "text": body.text or {"format": {"type": "text"}},
+            **{"error": None, "metadata": {}, "previous_response_id": None, "truncation": "disabled"},
+            **{"tools": body.tools or [], "tool_choice": body.tool_choice or "auto"},
+            **{"parallel_tool_calls": is_parallel, "status": "in_progress", "incomplete_details": None},
+            **{"output": [], "usage": None},
+        }
+        self.output: list[dict[str, Any]] = []  # complete items
+        self.text: str | None = None  # of the open message; None: no message is open
+        self.num_events = 0
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that come before the answer."""
+        yield self._event("response.created", response=self.head)
+        yield self._event("response.in_progress", response=self.head)
+
+    def piece(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Append a message of the chat API, or a piece of one, and yield its events."""
+        if text := message.get("content"):
+            yield from self._open()
+            self.text = (self.text or "") + text
+            yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+        for call in message.get("tool_calls", ()):
+            yield from self._close()
+            function = call["function"]
+            item = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"], **function}
+            place = {"item_id": item["id"], "output_index": len(self.output)}
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=len(self.output), item=begun)
+            arguments = "response.function_call_arguments"
+            yield self._event(f"{arguments}.delta", **place, delta=function["arguments"])
+            yield self._event(f"{arguments}.done", **place, **function)
+            yield self._end_item({**item, "status": "completed"})
+
+    def end(self, finish_reason: str, usage: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events that come after the answer. The last one holds the complete response."""
+        is_cut = finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        if not self.output:
+            yield from self._open()
+        yield from self._close(status)
+        response = {
+            **self.head,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self.output,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        yield self._event(f"response.{status}", response=response)
+
+    def failure(self, error: APIError) -> dict[str, Any]:
+        """Return the event of a failure. It replaces the events of `end`."""
+        return self._event("error", code=error.code, message=str(error)[:1000], param=error.param)
+
+    def _open(self) -> Iterator[dict[str, Any]]:
+        """Begin a message, unless one is open."""
+        if self.text is None:
+            self.text = ""
+            item = {**self._item("in_progress"), "content": []}
+            yield self._event("response.output_item.added", output_index=len(self.output), item=item)
+            yield self._event("response.content_part.added", **self._place, part=self._part)
+
+    def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """End the open message, if there is one."""
+        if self.text is not None:
+            item = {**self._item(status), "content": [self._part]}
+            yield self._event("response.output_text.done", **self._place, text=self.text, logprobs=[])
+            yield self._event("response.content_part.done", **self._place, part=self._part)
+            yield self._end_item(item)
+            self.text = None
+
+    def _end_item(self, item: dict[str, Any]) -> dict[str, Any]:
+        self.output.append(item)
+        return self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": len(self.output), "content_index": 0}
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self.text, "annotations": []}
+
+    @property
+    def _item_id(self) -> str:
+        return f"msg_{self.head['id'].removeprefix('resp_')}_{len(self.output)}"
+
+    def _item(self, status: str) -> dict[str, Any]:
+        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant"}
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self.num_events += 1
+        return {"type": kind, "sequence_number": self.num_events - 1, **fields}
+
+
+class ResponsesAPI:
+    """Provides the route, on top of the server's `Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        """Return methods, paths and endpoints."""
+        return [("POST", "/v1/responses", self.responses)]
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """Handle POST /v1/responses."""
+        ticket = request.state.ticket
+        chat = body.chat()
+        choices = await self.service.start(chat, request)
+        response = ResponseStream(body, ticket.id, int(time.time()), self.service.name)
+        if body.stream:
+            return EventStream(self.events(response, choices, ticket))
+        async with aclosing(choices):
+            (choice,) = [choice async for choice in choices]
+        *_, last = [
+            *response.piece(choice["message"]),
+            *response.end(choice["finish_reason"], ticket.usage()),
+        ]
+        return JSON(last["response"])
+
+    async def events(
+        self, response: ResponseStream, choices: AsyncGenerator[dict[str, Any]], ticket: Ticket
+    ) -> AsyncGenerator[bytes]:
+        """Yield the response as server-sent events."""
+        try:
+            async with aclosing(choices):
+                for content in response.begin():
+                    yield named_event(content)
+                async for choice in choices:
+                    for content in response.piece(choice["delta"]):
+                        yield named_event(content)
+            for content in response.end(choice["finish_reason"], ticket.usage()):
+                yield named_event(content)
+        except APIError as error:
+            ticket.error = error.code
+            yield named_event(response.failure(error))
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+    """Encode a server-sent event. The content's type is its name."""
+    return f"event: {content['type']}\n".encode() + event(content)

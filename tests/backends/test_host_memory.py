@@ -1,0 +1,166 @@
+"""Memory in large pages, and how much of it there is."""
+
+import mmap
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from nanoengine import LLM
+from nanoengine.backends.cpu.kernels import Kernels
+from nanoengine.backends.host_memory import LARGE_PAGE, available_memory, zeros_on_large_pages
+from nanoengine.backends.kv_cache import KVCache, KVSpec
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+gives_large_pages = SETTING.exists() and "[never]" not in SETTING.read_text()
+
+
+def large_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes of a tensor are in large pages, according to the system."""
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    num_bytes = 0
+    for mapping in mappings[1:]:
+        low, high = (int(number, 16) for number in mapping.split()[0].split("-"))
+        if low < end and start < high:
+            num_bytes += sum(int(n) * 1024 for n in re.findall(r"AnonHugePages: +(\d+) kB", mapping))
+    return num_bytes
+
+
+@pytest.mark.skipif(not gives_large_pages, reason="needs Linux with transparent huge pages")
+def test_weights_and_caches_lie_in_large_pages():
+    packed = Kernels().pack(torch.randn(3000, 1000))
+    cache = KVCache.zeros(KVSpec(4, 64, 64, torch.float32), 200, 32, torch.device("cpu"))
+    for tensor in (packed, cache.k, cache.v):
+        tensor.fill_(1)
+        # Not what is left of the last page: it would take more memory than it holds.
+        assert large_bytes(tensor) == tensor.nbytes // LARGE_PAGE * LARGE_PAGE > 0
+
+
+@pytest.mark.skipif(not SETTING.exists(), reason="needs Linux")
+def test_a_cache_takes_memory_only_where_it_is_written():
+    resident = psutil.Process().memory_info
+    before = resident().rss
+    cache = KVCache.zeros(KVSpec(4, 64, 64, torch.float32), 4000, 32, torch.device("cpu"))
+    assert cache.k[3999].eq(0).all()
+    assert resident().rss - before < cache.k.nbytes / 8
+    cache.k[:2000].fill_(1)
+    assert cache.k.nbytes / 4 < resident().rss - before < cache.k.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(0,), (3, 5), (1024, 1024, 3), (1 << 22, 1)])
+def test_memory_in_large_pages_is_zeros_of_any_shape(shape, dtype):
+    zeros = zeros_on_large_pages(shape, dtype)
+    assert (zeros.shape, zeros.dtype) == (shape, dtype)
+    assert not zeros.any()
+    zeros.fill_(1)
+    assert zeros.sum(dtype=torch.int64) == zeros.numel()
+
+
+def test_without_large_pages_memory_is_still_zeroed(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert not zeros_on_large_pages((1024, 1024), torch.float32).any()
+
+
+def test_allocating_more_memory_than_there_is_raises_a_runtime_error():
+    for size in (1 << 50, 1 << 62):
+        with pytest.raises(RuntimeError):
+            zeros_on_large_pages((size,), torch.int8)
+
+
+# ---- How much memory there is --------------------------------------------------------------------
+
+GIB = 2**30
+V2, V1 = "0::/a/b", "4:memory:/a/b"
+NAMES = {  # version -> the folder of its groups, the names of limit and use, the start of the counts' names
+    V2: ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    V1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+
+
+def lay_out(root, groups):
+    """Write cgroup files as the system shows them: for each group its limit, use and cached bytes, in GiB."""
+    for (line, path), (limit, used, cached) in groups.items():
+        base, limit_name, used_name, start = NAMES[line]
+        folder = root / base / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit_name).write_text(f"{limit if limit == 'max' else int(limit * GIB)}\n")
+        (folder / used_name).write_text(f"{int(used * GIB)}\n")
+        stat = f"anon 5\n{start}inactive_file {int(cached * GIB)}\n{start}active_file 0\n"
+        (folder / "memory.stat").write_text(stat)
+    (root / "proc/self").mkdir(parents=True)
+    lines = ["5:devices:/x", *{line for line, _ in groups}]
+    (root / "proc/self/cgroup").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("groups", "left", "limit"),
+    [
+        ({}, 100, ""),
+        ({(V2, "a/b"): (4, 1, 0)}, 3, "4.0"),
+        ({(V1, "a/b"): (4, 1, 0)}, 3, "4.0"),
+        ({(V2, "a/b"): (4, 3, 2)}, 3, "4.0"),  # 2 of 3 used are cached files
+        ({(V1, "a/b"): (4, 3, 2)}, 3, "4.0"),
+        ({(V2, "a/b"): ("max", 1, 0), (V2, "a"): (8, 6, 0)}, 2, "8.0"),  # the parent's limit
+        ({(V2, "a/b"): (5, 1, 0), (V2, "a"): (8, 6, 0), (V1, "a/b"): (3, 2, 0)}, 1, "3.0"),
+        ({(V1, ""): (2, 0.5, 0)}, 1.5, "2.0"),  # in a container: its group's folder is the base
+        ({(V2, "a/b"): (1, 2, 0)}, 0, "1.0"),
+        ({(V2, "a/b"): (2**33, 1, 0)}, 100, ""),  # far above what the machine has
+    ],
+)
+def test_available_memory_is_the_least_of_machine_and_cgroups(groups, left, limit, tmp_path, monkeypatch):
+    lay_out(tmp_path, groups)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
+    found = available_memory(tmp_path)
+    assert found.num_bytes == left * GIB
+    assert found.limit == (limit and f"the cgroup's limit is {limit} GiB")
+    assert str(found) == f"{left:.1f} GiB available" + (found.limit and f" ({found.limit})")
+
+
+def test_the_cache_takes_half_of_what_is_available_and_no_more_can_be_asked_for(monkeypatch, caplog):
+    lean = available_memory()._replace(num_bytes=200 << 20, limit="a reason")
+    monkeypatch.setattr("nanoengine.backends.device.available_memory", lambda: lean)
+    with LLM("demo", max_model_len=1 << 10, max_num_seqs=1 << 10) as llm:
+        taken = sum(cache.k.nbytes + cache.v.nbytes for cache in llm.llm_engine.runner.caches)
+        assert 99 << 20 < taken <= 100 << 20
+        assert caplog.messages[-1].endswith(", 0.1 GiB of the 0.2 GiB available (a reason)")
+    with LLM("demo", kv_cache_bytes=150 << 20):
+        assert "available" not in caplog.messages[-1]
+    for size in ({"kv_cache_bytes": 201 << 20}, {"num_kv_blocks": 1 << 20}):
+        with pytest.raises(ValueError, match=r"0.2 GiB available \(a reason\); lower num_kv_blocks"):
+            LLM("demo", **size)
+
+
+@pytest.mark.slow
+def test_in_a_real_cgroup_the_cache_is_sized_by_its_limit():
+    base = next((x for x in map(Path, ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")) if x.exists()), None)
+    group = (base or Path("/nowhere")) / "nanoengine-test"
+    script = f"""if True:
+        import os, pathlib
+        pathlib.Path({str(group / "cgroup.procs")!r}).write_text(str(os.getpid()))
+        from nanoengine import LLM
+        LLM("demo", num_kv_blocks=9).close()
+        LLM("demo", max_num_seqs=10_000).close()
+        LLM("demo", num_kv_blocks=200_000)
+    """
+    try:
+        try:
+            group.mkdir()
+            limit = next(group / name for _, name, *_ in NAMES.values() if (group / name).exists())
+            limit.write_text(str(GIB))
+        except (OSError, StopIteration):
+            pytest.skip("no right to make a cgroup with a memory limit here")
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert re.search(r"0\.[234] GiB of the 0\.[3-9] GiB available \(the cgroup's limit is", done.stderr)
+        assert "ValueError: too little memory for a KV cache of 200000 blocks" in done.stderr
+    finally:
+        with suppress(OSError):
+            group.rmdir()

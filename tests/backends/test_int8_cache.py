@@ -1,0 +1,108 @@
+"""A KV cache in 8 bits: what is stored, and that no schedule changes an answer."""
+
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.backends.cpu.kernels import Kernels
+from nanoengine.backends.int8_cache import dequantize, in_int8, quantize
+from nanoengine.backends.kv_cache import KVSpec
+from tests.helpers import DEMO, random_prompts
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def test_a_head_is_rounded_to_127ths_of_its_largest_number_and_ties_to_even():
+    x = torch.tensor([[[127.0, 2.5, -3.5, 0.4], [0.0, -0.254, 0.0032, 0.0]]])
+    rows = quantize(x)
+    assert (rows.shape, rows.dtype) == ((1, 2, 8), torch.int8)
+    row = rows.flatten()
+    assert row[:8].tolist() == [127, 2, -4, 0, 0, -127, 2, 0]  # all heads' integers, then their scales
+    assert row[8:].clone().view(torch.float32).tolist() == [1.0, torch.tensor(0.254).div(127).item()]
+    assert dequantize(rows, torch.float32)[0, 0].tolist() == [127.0, 2.0, -4.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_token_s_row_stands_for_is_at_most_half_a_step_away(dtype):
+    x = (torch.randn(3, 5, 40, 64) * torch.rand(3, 5, 40, 1) * 10).to(dtype)
+    step = x.float().abs().amax(-1, keepdim=True) / 127
+    assert ((dequantize(quantize(x), torch.float32) - x.float()).abs() <= step * 0.50001).all()
+
+
+def check_written(write, dtype, heads, k_dim, v_dim):
+    """Check what `write` writes to a cache. Most of K is halfway between integers."""
+    torch.manual_seed(0)
+    k = torch.rand(60, heads, 1) * torch.cat((torch.ones(1), (torch.arange(1, k_dim) % 127 - 63.5) / 127))
+    k = k.to(dtype)
+    v = torch.randn(60, heads + 1, v_dim).to(dtype)[:, 1:]  # a part of a projection: its tokens are apart
+    for token, number in enumerate((0.0, torch.nan, torch.inf, -torch.inf, 1e-38, 6e-8, 5e-31)):
+        k[token, 0], v[token, -1, 0] = 0, number
+        k[token, 0, -1] = number
+    slots = torch.randperm(5 * 16)[:60]
+    before = [torch.randint(-128, 128, (5, 16, heads, dim + 4), dtype=torch.int8) for dim in (k_dim, v_dim)]
+    caches = [x.clone() for x in before]
+    write(*caches, k, v, slots)
+    for x, cache, old in zip((k, v), caches, before, strict=True):
+        expected = old.clone()
+        expected.flatten(0, 1)[slots] = quantize(x)
+        assert torch.equal(cache, expected)
+    is_nan = dequantize(caches[0].flatten(0, 1)[slots], torch.float32).isnan()
+    assert is_nan[1:4, 0].all()
+    assert is_nan.sum() == 3 * k_dim
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(8, 128, 128), (3, 11, 6), (1, 300, 64), (2, 32, 16)])
+def test_the_kernel_writes_what_the_definition_says_bit_for_bit(dtype, shape):
+    check_written(Kernels(dtype, int8_cache=True).write_kv, dtype, *shape)
+
+
+def test_a_token_of_qwen3_takes_half_the_bytes():
+    spec = KVSpec(8, 128, 128, torch.bfloat16, window=5)
+    assert 28 * spec.bytes_per_token == 114_688
+    assert in_int8([spec] * 28) == [KVSpec(8, 132, 132, torch.int8, window=5)] * 28
+    assert 28 * in_int8([spec])[0].bytes_per_token == 59_136
+    counts = []
+    for settings in ({}, {"kv_cache_dtype": "int8"}):
+        with LLM(str(DEMO), dtype="float32", kv_cache_bytes=1 << 24, **settings) as llm:
+            counts.append(llm.llm_engine.started.num_blocks + 1)
+    assert counts == [128, (1 << 24) // ((1 << 17) * 68 // 256)]  # of a head, 68 bytes instead of 256
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 40, "layer_types": ["sliding_attention"] * 4}
+HYBRID = WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+SCHEDULES = [
+    {"max_num_batched_tokens": 7, "enable_prefix_caching": False},
+    {"num_kv_blocks": 40, "block_size": 8},  # too few: sequences are preempted
+    {"speculative_config": NGRAM, "max_num_batched_tokens": 50},
+    {"speculative_config": {"model": str(DEMO), "num_speculative_tokens": 2}},
+    {"enforce_eager": True, "block_size": 5},  # in plain PyTorch
+    {"async_scheduling": True},
+]
+
+
+def answers(prompts, **settings):
+    """Return two rounds' tokens, and their log-probabilities. The second one finds prefixes in the cache."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    common = {"dtype": "float32", "kv_cache_dtype": "int8", "max_model_len": 256, "num_kv_blocks": 200}
+    with LLM(str(DEMO), **{**common, **settings}) as llm:
+        rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+    given = [out.outputs[0].logprobs for outputs in rounds for out in outputs]
+    tokens = [[token for one in sequence for token in one] for sequence in given]
+    return tokens, torch.tensor([[x.logprob for one in row for x in one.values()] for row in given])
+
+
+@pytest.mark.parametrize("windows", [None, WINDOWS, HYBRID], ids=["full", "windows", "hybrid"])
+def test_no_schedule_changes_an_answer(windows):
+    """Up to a few numbers of K that a sum in another order rounds to the next integer: PyTorch's, mostly."""
+    prompts = random_prompts([130, 100, 1, 33, 64, 17])
+    prompts[1][:70] = prompts[0][:70]
+    tokens, expected = answers(prompts, hf_overrides=windows, max_num_seqs=1, enable_prefix_caching=False)
+    _, in_float32 = answers(prompts, hf_overrides=windows, kv_cache_dtype="auto")
+    rounding = (expected - in_float32).abs().mean()  # what an int8 cache changes in a log-probability
+    assert rounding > 0.003
+    for settings in SCHEDULES:
+        found, logprobs = answers(prompts, hf_overrides=windows, **settings)
+        assert found == tokens, settings
+        assert (logprobs - expected).abs().mean() < (0.2 if "enforce_eager" in settings else 0.02) * rounding

@@ -1,0 +1,559 @@
+"""Tool calls and reasoning: a model's own tags as fields of OpenAI's messages, whole and in pieces."""
+
+import json
+import re
+import shutil
+import time
+from contextlib import closing
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from nanoengine import AsyncLLM, SamplingParams
+from nanoengine.chat.tool_formats import TOOL_FORMATS, AnswerParser, Formats, choose_formats
+from nanoengine.server.openai_api import ChatRequest
+from tests.helpers import DEMO
+from tests.serving import http, served
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+
+
+def function_of(name, properties, required, **more):
+    """Return a function with these parameters, as a tool."""
+    parameters = {"type": "object", "properties": properties, "required": required}
+    parameters |= {"additionalProperties": False, **more}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+NUMBERS = {"a": NUMBER, "b": NUMBER, "note": {"type": "string", "maxLength": 9}}
+ADD: dict = function_of("add", NUMBERS, ["a", "b"])
+CALL = ("tool_calls", {"name": "add", "arguments": {"a": 5, "b": 6}})
+LATER = ("tool_calls", {"name": "add", "arguments": {"note": "7 \u00b5\n"}})
+
+ADD_5_6 = '{"name": "add", "arguments": {"a": 5, "b": 6}}'
+ADD_NOTE = '{"name": "add", "arguments": {"note": "7 \\u00b5\\n"}}'
+PARAMETERS = "<parameter=a>\n5\n</parameter>\n<parameter=b>6</parameter>\n</function>\n</tool_call>\n"
+CODER = "<tool_call>\n<function=add>\n"
+BROKEN = (
+    'x <tool_call>{"name": "add", "argu',
+    "<tool_call>\n[1]</tool_call> y",
+    '<tool_call>{"name": 5}</tool_call>',
+)
+NAN = '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'
+CUT = CODER + "<parameter=a>\n5\n</parameter>\n<parameter=b>\n6"
+HARMONY, THINKS = ("harmony", "harmony", ""), ("hermes", "deepseek_r1", "<think>\n")
+HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+# (format of calls, format of reasoning, end of the prompt), the model's text, and the parts of the answer
+WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
+    (("hermes", None, ""), f"<tool_call>\n{ADD_5_6}\n</tool_call>", [CALL]),
+    (
+        ("hermes", "deepseek_r1", ""),
+        "<think>\nHm.\n</think>\n\nSo:\n"
+        f"<tool_call>{ADD_5_6}</tool_call>\n<tool_call>\n{ADD_NOTE}\n</tool_call>\n",
+        [("reasoning", "Hm."), ("content", "So:"), CALL, LATER],
+    ),
+    (THINKS, "a < b\n</think>\nYes", [("reasoning", "a < b"), ("content", "Yes")]),
+    (THINKS, "never ends", [("reasoning", "never ends")]),
+    (("hermes", "deepseek_r1", ""), "No <b>tags</b>, 1 < 2", [("content", "No <b>tags</b>, 1 < 2")]),
+    *((("hermes", None, ""), text, [("content", text)]) for text in (*BROKEN, NAN)),
+    (("qwen3_coder", None, ""), CUT, [("content", CUT)]),
+    (
+        ("qwen3_coder", None, ""),
+        f"ok\n{CODER}{PARAMETERS}{CODER}<parameter=note>\n7 µ\n\n</parameter>\n</function>\n</tool_call>",
+        [("content", "ok"), CALL, LATER],
+    ),
+    (("mistral", None, ""), f"[TOOL_CALLS] [{ADD_5_6}, {ADD_NOTE}]", [CALL, LATER]),
+    (
+        ("mistral", None, ""),
+        'hi[TOOL_CALLS]add[ARGS]{"a": 5, "b": 6}[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"note": "7 µ\\n"}',
+        [("content", "hi"), CALL, LATER],
+    ),
+    *(
+        (("llama3_json", None, ""), text, [CALL])
+        for text in (
+            '{"name": "add", "parameters": {"a": "5", "b": 6}}',
+            '<|python_tag|>{"name": "add", "parameters": {"a": 5, "b": 6}}',
+            '{"type": "function", "function": "add", "parameters": {"a": 5, "b": 6}}',
+        )
+    ),
+    (("llama3_json", None, ""), '{"b": 1} is JSON', [("content", '{"b": 1} is JSON')]),
+    (("llama3_json", None, ""), 'It is {"name": 1}', [("content", 'It is {"name": 1}')]),
+    (
+        HARMONY,
+        HM + 'commentary to=functions.add <|constrain|>json<|message|>{"a": 5, "b": 6}',
+        [("reasoning", "Hm."), CALL],
+    ),
+    (
+        HARMONY,
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 5, "b": 6}<|call|>',
+        [CALL],
+    ),
+    (HARMONY, HM + "final<|message|>Yes.", [("reasoning", "Hm."), ("content", "Yes.")]),
+    (HARMONY, "Not harmonious.", [("content", "Not harmonious.")]),
+    (
+        ("gemma4", "gemma4", ""),
+        "<|channel>thought\nHm.<channel|>ok<|tool_call>call:add{a:5,b:6}<tool_call|>"
+        '<|tool_call>call:add{note:<|"|>7 µ\n<|"|>}<tool_call|>',
+        [("reasoning", "Hm."), ("content", "ok"), CALL, LATER],
+    ),
+    (("functiongemma", None, ""), "<start_function_call>call:add{a:5,b:6}<end_function_call>", [CALL]),
+]
+
+
+def taken_apart(parser, pieces):
+    found: list[tuple] = []
+    for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish()]:
+        if part.kind == "tool_calls":
+            found.append((part.kind, {**part.value, "arguments": json.loads(part.value["arguments"])}))
+        elif found and found[-1][0] == part.kind:
+            found[-1] = (part.kind, found[-1][1] + part.value)
+        else:
+            found.append(tuple(part))
+    return found
+
+
+def parser_of(calls, reasoning=None, prompt="", tools=(ADD,), **settings):
+    return AnswerParser(Formats(calls, reasoning, None, {}), prompt, [*tools], **settings)
+
+
+@pytest.mark.parametrize(("formats", "text", "expected"), WRITTEN, ids=range(len(WRITTEN)))
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_the_size_of_pieces_does_not_change_the_parsed_answer(formats, text, expected, data):
+    assert taken_apart(parser_of(*formats), [text]) == expected
+    assert taken_apart(parser_of(*formats), text) == expected, "a character at a time"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert taken_apart(parser_of(*formats), pieces) == expected
+
+
+def test_without_tools_text_like_a_call_stays_text():
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    for calls in TOOL_FORMATS:
+        assert taken_apart(parser_of(calls, tools=()), [text]) == [("content", text)]
+
+
+WORDS = *"}a< ", "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "add"', ', "arguments": {}'
+
+
+@settings(max_examples=200, deadline=None)
+@example(words=["<think>", "</think>", "<tool_call>"], calls="hermes")
+@example(words=["<think>", "</think>", "<", "</think>", "<tool_call>"], calls="hermes")
+@given(
+    words=st.lists(st.sampled_from(WORDS), max_size=12),
+    calls=st.sampled_from(["hermes", "qwen3_coder", "llama3_json", "mistral"]),
+)
+def test_only_tags_and_calls_are_removed_from_the_text(words, calls):
+    def without_tags(text):
+        return "".join(text.split()).replace("</think>", "").replace("<think>", "")
+
+    text = "".join(words)
+    found = taken_apart(parser_of(calls, "deepseek_r1"), text)
+    assert found == taken_apart(parser_of(calls, "deepseek_r1"), [text])
+    if all(kind != "tool_calls" for kind, _ in found):
+        assert without_tags("".join(value for _, value in found)) == without_tags(text)
+
+
+def test_a_tokenizer_s_own_template_takes_precedence():
+    function = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+    calls = {"open_pattern": r"\[call (?P<name>\w+)\]", "close": "[/call]", "repeats": True}
+    fields = {"thinking": {"open": "[think]", "close": "[/think]"}, "content": {"close": "[end]"}}
+    fields["tool_calls"] = calls | {"content": "json", "transform": function}
+    own = {"defaults": {"role": "assistant"}, "start_anchor": "<bot>", "fields": fields}
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.response_template = own
+    formats = choose_formats(tokenizer)
+    assert "response_template" in formats.describe()
+    assert formats.keeps_special_tokens
+    text = 'Hm[/think]Yes[call add]{"a": 5, "b": 6}[/call][call add]{no[/call]'
+    parser = AnswerParser(formats, "a [think] from long ago <bot>[think]", [ADD])
+    said = [("reasoning", "Hm"), ("content", "Yes"), CALL, ("content", "[call add]{no[/call]")]
+    assert taken_apart(parser, text) == said
+    text = '[call add]{"a": 5}[/call]'
+    assert taken_apart(AnswerParser(formats, "<bot>", []), text) == [("content", text)], "no tools were shown"
+    assert choose_formats(tokenizer, "hermes").template is None
+    tokenizer.response_template = {"fields": {}}
+    with pytest.raises(ValueError, match="response_template cannot be read"):
+        choose_formats(tokenizer)
+
+
+def test_a_required_call_is_json_where_a_format_has_no_grammar():
+    text = 'Hm.</think>\n\n{"name": "add", "parameters": {"a": 5, "b": 6}}'
+    for calls in (None, "mistral", "harmony"):
+        parser = parser_of(calls, "deepseek_r1", "<think>\n", forced=True)
+        assert taken_apart(parser, text) == [("reasoning", "Hm."), CALL]
+
+
+def test_references_in_a_tool_s_schema_stay_within_it(client, script):
+    script.says = {"Hello": '<tool_call>\n{"name": "f"'}
+    properties = {"name": {"enum": [1, 2]}, "b": {"$ref": "#/properties/name"}, "c": {"$ref": "#"}}
+    parameters = {"properties": properties, "required": ["name", "b"]}
+    tool: dict = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    answer = client.chat.completions.create(
+        **{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "tools": [tool]},
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        **{"temperature": 2.0, "seed": 0, "n": 6, "max_tokens": 150},
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    called = [choice.message for choice in answer.choices if choice.finish_reason == "tool_calls"]
+    assert called
+    for message in called:
+        arguments = json.loads(message.tool_calls[0].function.arguments)
+        jsonschema.validate(arguments, {"type": "object", **parameters})
+
+
+def test_structured_output_is_unchanged_content():
+    text = '{"t": "<think>x</think><tool_call>{}</tool_call>", "name": "Bob"}'
+    for calls in TOOL_FORMATS:
+        for written, expected in (
+            (text, [("content", text)]),
+            (f"<think>Hm.</think>{text}", [("reasoning", "Hm."), ("content", text)]),
+        ):
+            assert taken_apart(parser_of(calls, "deepseek_r1", is_structured=True), written) == expected
+
+
+@pytest.mark.parametrize(
+    ("calls", "beginning", "unit"),
+    [
+        ("harmony", " to=functions.", "a"),
+        ("harmony", "", "<|channel|>"),
+        ("harmony", "", "<|channel|>final<|message|>a<|end|>"),
+        ("hermes", "", "\n"),
+        ("hermes", "", "<tool_call>"),
+        ("hermes", "", "<tool_call>{}</tool_call>"),
+        ("mistral", "[TOOL_CALLS]", "a"),
+        ("mistral", "", "[TOOL_CALLS]a[ARGS]{}"),
+        ("qwen3_coder", CODER, "<parameter=a>\n"),
+        ("qwen3_coder", CODER, "<parameter="),
+        ("qwen3_coder", CODER, "<parameter=a>5</parameter>"),
+        ("qwen3_coder", "", "<tool_call><function=add></function></tool_call>"),
+        ("gemma4", "<|tool_call>call:add{", 'a:<|"|>x<|"|>,'),
+        ("functiongemma", "<start_function_call>call:add{", "a:<escape>x<escape>,"),
+        ("llama3_json", "", "{"),
+        ("llama3_json", "{", '"a":1,'),
+    ],
+)
+@pytest.mark.parametrize("piece", [16, 1 << 30])
+def test_no_text_takes_quadratic_time(calls, beginning, unit, piece):
+    """Eight times as much takes about eight times as long; 64 times, if it were quadratic."""
+
+    def seconds(size):
+        parser, start = parser_of(calls, "deepseek_r1"), time.thread_time()
+        text = beginning + unit * (size // len(unit)) + "x"
+        for i in range(0, len(text), piece):
+            parser.feed(text[i : i + piece])
+        parser.finish()
+        return time.thread_time() - start
+
+    size = 8_000
+    assert min(seconds(8 * size) for _ in range(2)) < 24 * min(seconds(size) for _ in range(3)) + 0.002
+
+
+def test_an_argument_that_is_not_json_stays_text():
+    """A set, bytes or an infinite number must not cost the caller the call."""
+    array = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}
+    for value in ("{1,2}", "b'x'", "...", "1e999", "{[1]}", "{(1, 2): 3}", "[1, b'x']"):
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        found = taken_apart(parser_of("qwen3_coder", tools=[array]), [text])
+        assert found == [("tool_calls", {"name": "f", "arguments": {"x": value}})]
+
+
+def test_a_template_whose_regions_open_and_close_without_text_ends():
+    thinking = {"open_pattern": "(?=x)", "close_pattern": "(?=x)"}
+    own = {"start_anchor": "<bot>", "fields": {"thinking": thinking, "content": {}}}
+    parser = AnswerParser(Formats(None, None, own, {}), "<bot>", [])
+    assert "".join(value for _, value in taken_apart(parser, "axb")) == "axb"
+
+
+def test_a_required_call_has_only_named_arguments():
+    parameters = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
+    for calls in TOOL_FORMATS:
+        formats = Formats(calls, None, None, {"<tool_call>": 77})
+        grammar = formats.required_calls([{"function": {"name": "f", "parameters": parameters}}, ADD], True)
+        assert grammar.count('"additionalProperties": false') == 3  # of both calls, and of their arguments
+        assert ("<[77]>" in grammar) == (calls == "hermes"), "a special token by its id"
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        ("{# no tools #}", None, None),
+        ("<tool_call> <think>", "hermes", "deepseek_r1"),
+        ("<tool_call> <function=", "qwen3_coder", None),
+        ("[TOOL_CALLS]", "mistral", None),
+        ("<|python_tag|>", "llama3_json", None),
+        ("<|channel|>analysis", "harmony", "harmony"),
+        ("<|tool_call> <|channel>", "gemma4", "gemma4"),
+        ("<start_function_call>", "functiongemma", None),
+    ],
+)
+def test_the_chat_template_selects_the_formats(template, calls, reasoning):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = template
+    formats = choose_formats(tokenizer)
+    assert formats[:2] == (calls, reasoning)
+    assert str(calls or "left as text") in formats.describe()
+    assert choose_formats(tokenizer, "none", "none")[:2] == (None, None)
+    assert choose_formats(tokenizer, "openai", "qwen3")[:2] == ("harmony", "deepseek_r1")
+    for names in (("unheard-of", "auto"), ("auto", "unheard-of")):
+        with pytest.raises(ValueError, match=r"must be auto, none or one of .*got 'unheard-of'"):
+            choose_formats(tokenizer, *names)
+
+
+# ---- the server ----
+
+TEMPLATE = """
+{%- if tools %}<|system|># Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+
+
+class Script:
+    """Makes the bundled model generate the test's text, chosen by the end of the conversation."""
+
+    def __init__(self):
+        self.says = {}
+        self.tokenizer = AutoTokenizer.from_pretrained(DEMO)
+
+    def __call__(self, prompt_ids, output_ids, logits):
+        asked = self.tokenizer.decode(prompt_ids).rpartition("<|user|>")[2]
+        text = next((text for words, text in self.says.items() if words in asked), None)
+        if text is not None:
+            wanted = self.tokenizer(text, add_special_tokens=False).input_ids
+            token_id = dict(enumerate(wanted)).get(len(output_ids), self.tokenizer.eos_token_id)
+            logits += 1000.0 * (logits.new_tensor(range(len(logits))) == token_id)
+        return logits
+
+
+@pytest.fixture(scope="module")
+def script():
+    return Script()
+
+
+@pytest.fixture(scope="module")
+def running(script, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "model"
+    shutil.copytree(DEMO, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    engine = AsyncLLM(str(path), num_kv_blocks=300, logits_processors=[script])
+    with closing(engine), served(engine) as found:
+        yield found
+
+
+@pytest.fixture
+def client(running):
+    return openai.OpenAI(base_url=f"{running[0]}/v1", api_key="none", max_retries=0)
+
+
+CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
+
+
+ASKED: dict = {"model": "demo", "messages": [{"role": "user", "content": "What are 2 and 40?"}]}
+
+
+def test_a_model_calls_a_tool_and_answers_with_its_result(client, script):
+    script.says = {"42": "It is 42.", "2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}"}
+    messages = [*ASKED["messages"]]
+    for _ in range(3):
+        answer = client.chat.completions.create(model="demo", messages=messages, tools=[ADD], max_tokens=120)
+        choice = answer.choices[0]
+        messages.append(choice.message.model_dump(exclude_none=True))
+        if choice.finish_reason == "stop":
+            break
+        assert choice.finish_reason == "tool_calls"
+        assert (choice.message.content, choice.message.reasoning) == ("So:", "I add.")
+        assert choice.message.reasoning_content == "I add."
+        for call in choice.message.tool_calls:
+            given = json.loads(call.function.arguments)
+            result = str(given["a"] + given["b"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    assert choice.message.content == "It is 42."
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
+    script.says = {"2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}\n{CALL_TEXT}"}
+    settings = ASKED | {"tools": [ADD], "max_tokens": 200}
+    whole = client.chat.completions.create(**settings).choices[0]
+    with client.chat.completions.stream(**settings) as stream:
+        events = list(stream)
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == whole.finish_reason == "tool_calls"
+    assert final.message.content == whole.message.content == "So:"
+    for message in (final.message, whole.message):
+        assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 2, "b": 40}] * 2
+        assert len({call.id for call in message.tool_calls}) == 2
+    done = [event.name for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert done == ["add", "add"]
+    deltas = [one.chunk.choices[0].delta for one in events if one.type == "chunk" and one.chunk.choices]
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "I add."
+    one = client.chat.completions.create(**settings, parallel_tool_calls=False).choices[0].message
+    assert len(one.tool_calls) == 1
+
+
+def test_with_tool_choice_none_tools_are_not_shown_and_calls_not_parsed(client, script):
+    script.says = {"2 and 40": CALL_TEXT}
+    settings = ASKED | {"max_tokens": 99}
+    plain = client.chat.completions.create(**settings)
+    none = client.chat.completions.create(**settings, tools=[ADD], tool_choice="none")
+    assert none.choices[0].message.content == plain.choices[0].message.content == CALL_TEXT
+    assert none.choices[0].finish_reason == "stop"
+    assert none.usage.prompt_tokens == plain.usage.prompt_tokens
+    shown = client.chat.completions.create(**settings, tools=[ADD])
+    assert shown.usage.prompt_tokens > plain.usage.prompt_tokens
+
+
+WORD = {"word": {"enum": ["yes", "no"]}}
+OTHER: dict = function_of("tell", {"what": {"$ref": "#/$defs/word"}}, ["what"], **{"$defs": WORD})
+SCHEMAS: dict = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (ADD, OTHER)}
+
+
+@pytest.mark.parametrize("thinking", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tell"}}])
+def test_a_required_call_is_made(choice, thinking, client, script):
+    """The model is steered to something else, and may think before the call."""
+    script.says = {"Hello": "I think</think>\n\n{" if thinking else "I would rather talk."}
+    answer = client.chat.completions.create(
+        **{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "tools": [ADD, OTHER]},
+        **{"tool_choice": choice, "parallel_tool_calls": False},
+        **{"temperature": 2.0, "seed": 0, "n": 6, "max_tokens": 150},
+        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
+    )
+    names = set()
+    for one in answer.choices:
+        if one.finish_reason != "length":
+            assert one.finish_reason == "tool_calls"
+            (call,) = one.message.tool_calls
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+            names.add(call.function.name)
+            assert getattr(one.message, "reasoning", None) == ("I think" if thinking else None)
+    assert names
+    assert choice == "required" or names == {"tell"}
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=8)
+    age: int = pydantic.Field(ge=0, le=150)
+    moods: list[bool] = pydantic.Field(max_length=3)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
+    script.says = {"Hello": "I think</think>{"} if thinking else {}
+    found = 0
+    for seed in range(3):
+        try:
+            asked = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+            asked |= {"temperature": 2.0, "seed": seed, "max_tokens": 200, "response_format": Person}
+            asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": thinking}}
+            answer = client.chat.completions.parse(**asked).choices[0]
+        except openai.LengthFinishReasonError:
+            continue
+        found += 1
+        assert isinstance(answer.message.parsed, Person)
+        assert getattr(answer.message, "reasoning", None) == ("I think" if thinking else None)
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("fields", "conforms"),
+    [
+        ({"response_format": {"type": "text"}}, lambda text: True),
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"guided_regex": "[ab]{4}"}, lambda text: len(text) == 4 and set(text) <= {"a", "b"}),
+        ({"guided_choice": ["red", "blue"]}, {"red", "blue"}.__contains__),
+        ({"guided_json": {"const": [1]}, "guided_whitespace_pattern": ""}, "[1]".__eq__),
+        ({"guided_grammar": 'root ::= "x"'}, "x".__eq__),
+        ({"structured_outputs": {"choice": ["1"]}}, "1".__eq__),
+    ],
+    ids=range(7),
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_every_spelling_of_structured_outputs_is_accepted(fields, conforms, path, running, script):
+    script.says = {}
+    body = {"max_tokens": 60, "temperature": 2.0, "seed": 1, **fields}
+    body |= {"prompt": "Hi"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = http.post(f"{running[0]}/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    text = choice["text"] if path == "completions" else choice["message"]["content"]
+    assert choice["finish_reason"] == "length" or conforms(text)
+
+
+ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref": "#"}}, "required": ["c"]}}}
+
+
+def tool(**function):
+    return {"tools": [{"function": {"name": "f", **function}}]}
+
+
+def called(**function):
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", **function}}]}]}
+
+
+def schema(**schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+REFUSED: list[tuple[str | None, str, dict]] = [
+    ("tools", "tools must be a list", {"tools": 5}),
+    ("tools", "tools must hold", {"tools": [{}]}),
+    *(
+        ("tools", "the JSON schema of an object", tool(parameters=one))
+        for one in (5, 0, {"type": "string"}, {"properties": [1]})
+    ),
+    ("tools", '"type": "function"', {"tools": [{"type": "web", "function": {"name": "f"}}]}),
+    ("tools", "no finite text", {"tools": [ENDLESS], "tool_choice": "required"}),
+    ("tool_choice", "tool_choice needs tools", {"tool_choice": "required"}),
+    ("tool_choice", "must be none, auto", {"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}),
+    ("tool_choice", "required or one of", {"tools": [ADD], "tool_choice": "sometimes"}),
+    ("tool_choice", "one of .'add'.", {"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}),
+    ("tool_choice", "excludes other", {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"}),
+    ("response_format", "response_format must be", {"response_format": {"type": "xml"}}),
+    ("response_format", "json_schema with a schema", {"response_format": {"type": "json_schema"}}),
+    ("response_format", "Unimplemented keys", schema(**{"not": {}})),
+    ("guided_regex", "unclosed group", {"guided_regex": "("}),
+    ("guided_regex", "cannot be combined", {"guided_regex": "a", "structured_outputs": {"regex": "b"}}),
+    ("structured_outputs", "no field 'foo'", {"structured_outputs": {"foo": 1}}),
+    (None, "has no argument 'logits_processors'", {"logits_processors": ["os:system"]}),
+    ("messages", "tool_calls must hold", {"messages": [{"role": "assistant", "tool_calls": [5]}]}),
+    ("messages", "arguments must be JSON", called(arguments="{")),
+]
+
+
+@pytest.mark.parametrize(("param", "message", "fields"), REFUSED, ids=range(len(REFUSED)))
+def test_a_bad_request_is_refused_by_its_field(param, message, fields, running):
+    body = {"messages": [{"role": "user", "content": "Hello"}], **fields}
+    answer = http.post(f"{running[0]}/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert re.search(message, error["message"]), error
+    assert param is None or error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("calls", "reasoning", "special", "tools", "keeps"),
+    [
+        ("hermes", None, {"<tool_call>": 5}, [ADD], True),
+        ("hermes", None, {"<eos>": 5}, [ADD], False),
+        ("hermes", None, {"<tool_call>": 5}, [], False),
+        (None, "deepseek_r1", {"</think>": 5}, [], True),
+        ("llama3_json", None, {"<|python_tag|>": 5}, [ADD], True),
+    ],
+)
+def test_special_tokens_stay_in_the_text_if_they_are_tags(calls, reasoning, special, tools, keeps):
+    request = ChatRequest(messages=[], tools=tools)
+    params = request.fit(SamplingParams(), [{"prompt": ""}], Formats(calls, reasoning, None, special))
+    assert params.skip_special_tokens is not keeps

@@ -1,0 +1,408 @@
+"""GGUF files: tokenizers, compared with llama.cpp where it is installed, and files that are not sound."""
+
+import json
+import math
+import multiprocessing
+import pickle
+import random
+import struct
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import models, pre_tokenizers, trainers
+
+from nanoengine.backends.quantized import floats
+from nanoengine.checkpoints.checkpoint import open_checkpoint
+from nanoengine.checkpoints.gguf import SCALARS, GGUFFile, Header
+from nanoengine.checkpoints.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
+from nanoengine.models.decoder import Decoder
+from nanoengine.models.load import check_fit
+from tests.checkpoints.test_quantized_formats import close, gguf_writer, merging_tokenizer, write_gguf
+from tests.helpers import TINY
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+CONTROL = ["<|bos|>", "<|eos|>", "<\uff5cUser\uff5c>"]
+SEPARATED = (
+    "the| of|Hello| WORLD|camelCase|don't|I'LL|we've| 's|1|12|123| 1234567| |  |     |\t|\n|\r\n|\n\n\n|.|..."
+    "|!?| -> |/*|*/\n|($x)|a_b|#1|été|ß|привет| мир|日本語|、。|ひらがな|カタカナ|한국어|हिन्दी"
+    "|ไทย|½|٣٤|🙂|€|“q”|IMGIMGABCZ|<sentinel:7>|xY|\u00a0|\u3000"
+)
+PIECES = SEPARATED.split("|")
+
+
+def texts(count, pieces=PIECES):
+    rng = random.Random(0)
+    return ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    """Return tokens and merges that were learned without splitting, so that each split changes the tokens."""
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    settings = {"vocab_size": 2500, "show_progress": False, "max_token_length": 12}
+    trainer = trainers.BpeTrainer(initial_alphabet=ALPHABET, **settings)
+    learner.train_from_iterator(texts(600), trainer)
+    content = json.loads(learner.to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    return tokens + CONTROL, [" ".join(merge) for merge in content["merges"]]
+
+
+def tokenizer_file(path, vocabulary, pre, **fields):
+    """Write a file without useful tensors: llama.cpp reads the tokenizer alone."""
+    tokens, merges = vocabulary
+    sizes = {"context_length": 64, "block_count": 1, "embedding_length": 32, "feed_forward_length": 32}
+    writer = gguf_writer(path, "llama", **sizes, attention__head_count=2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in CONTROL else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(tokens.index("<|bos|>"))
+    writer.add_eos_token_id(tokens.index("<|eos|>"))
+    for name, value in fields.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+    for i in range(10):
+        writer.add_tensor(f"blk.0.{i}.weight", np.zeros(32, np.float32))
+    return close(writer, path)
+
+
+def tokenizer_of(path, vocabulary, pre, **fields):
+    return load_byte_level(GGUFFile(tokenizer_file(path, vocabulary, pre, **fields)))
+
+
+TEXT = "Don't 12345 fooBar  \n\n日本"
+SPLIT = {
+    "gpt-2": "Don|'t| 12345| fooBar|  \n|\n|日本",
+    "smollm": "Don|'t| |1|2|3|4|5| fooBar|  \n|\n|日本",
+    "qwen2": "Don|'t| |1|2|3|4|5| fooBar|  \n\n|日本",
+    "llama-bpe": "Don|'t| |123|45| fooBar|  \n\n|日本",
+    "gpt-4o": "Don't| |123|45| foo|Bar|  \n\n|日本",
+    "tekken": "Don|'t| |1|2|3|4|5| foo|Bar|  \n\n|日本",
+    "superbpe": "Don't |12|345| fooBar  \n\n日本",
+    "falcon": "Don|'|t| |123|45| fooBar|  \n|\n|日本",
+    "deepseek-llm": "Don|'|t| |12345| fooBar|  |\n|\n|日本",
+    "tiny_aya": "Don't| |12|345| foo|Bar|  \n\n|日本",
+    "afmoe": "Don|'t| |12|345| fooBar|  \n\n|日本",
+}
+
+
+@pytest.mark.parametrize("pre", SPLIT)
+def test_named_pre_tokenizer_splits_as_its_models_do(pre):
+    pieces = [TEXT[slice(*place)] for _, place in pre_tokenizer(pre).pre_tokenize_str(TEXT)]
+    assert "|".join(pieces) == SPLIT[pre]
+
+
+@pytest.mark.parametrize("pre", ["no-such", None])
+def test_unknown_pre_tokenizer_is_logged(pre, vocabulary, tmp_path, caplog):
+    path = tmp_path / "model.gguf"
+    assert len(tokenizer_of(path, vocabulary, pre)("12345").input_ids) > 1
+    assert f"{path}: the pre-tokenizer '{pre}' is unknown" in caplog.text
+    caplog.clear()
+    tokenizer_of(path, vocabulary, "default")
+    assert not caplog.text
+
+
+def test_bos_and_eos_are_added_if_the_file_or_pre_tokenizer_says_so(vocabulary, tmp_path):
+    bos, eos, user = (len(vocabulary[0]) - 3 + i for i in range(3))
+    for pre, fields, added in (
+        ("llama-bpe", {}, ([bos], [])),
+        ("llama-bpe", {"add_bos_token": False}, ([], [])),
+        ("qwen2", {}, ([], [])),
+        ("qwen2", {"add_bos_token": True, "add_eos_token": True}, ([bos], [eos])),
+    ):
+        tokenizer = tokenizer_of(tmp_path / "model.gguf", vocabulary, pre, **fields)
+        ids = tokenizer("<\uff5cUser\uff5c>the<|eos|>").input_ids
+        before, after = added
+        assert ids[: len(before) + 1] == [*before, user]
+        assert ids[-1 - len(after) :] == [eos, *after]
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (bos, eos)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "the"
+        assert tokenizer("the", add_special_tokens=False).input_ids == ids[len(before) + 1 : -1 - len(after)]
+
+
+def test_a_whole_piece_is_one_token_for_some_pre_tokenizers(tmp_path):
+    vocabulary = [*ALPHABET, "ab", "bc", "abc", *CONTROL], ["b c", "a b", "ab c"]
+    for pre, expected in (("llama-bpe", ["abc"]), ("qwen2", ["a", "bc"])):
+        assert tokenizer_of(tmp_path / "model.gguf", vocabulary, pre).tokenize("abc") == expected
+
+
+# Pieces that llama.cpp splits differently from the models' own tokenizers. Its expressions know no case
+# outside ASCII, no combining marks in words, no U+3000 in a range, and groups of digits take in text before.
+CASES = ("ß", "привет", " мир", "हिन्दी")
+LETTERS = (*CASES, "camelCase", "xY", "IMGIMGABCZ")
+APPROXIMATED = {
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "tekken"), CASES),
+    "granite-embed-multi-97m": CASES,
+    **dict.fromkeys(("youtu", "kimi-k2"), LETTERS),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), (*LETTERS, "1", "12", "123", " 1234567", "#1", "½", "٣٤")),
+    **dict.fromkeys(("deepseek-coder", "deepseek-llm"), ("\u3000",)),
+    "superbpe": ("٣٤",),
+    "afmoe": tuple(piece for piece in PIECES if piece != piece.strip()),
+}
+
+
+@pytest.mark.parametrize("pre", sorted(SPLITS))
+def test_tokens_equal_those_of_llama_cpp(pre, vocabulary, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    path = tokenizer_file(tmp_path / "model.gguf", vocabulary, pre)
+    tokenizer = load_byte_level(GGUFFile(path))
+    theirs = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    for text in texts(200, [piece for piece in PIECES if piece not in APPROXIMATED.get(pre, ())]):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert theirs.tokenize(text.encode(), add_bos=False, special=True) == ids, text
+
+
+# ---- Files that are not sound --------------------------------------------------------------------
+
+
+def string(text):
+    data = text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+class Parts:
+    """Holds the parts of a file. Each can be changed, and `join` returns the resulting file, valid or not."""
+
+    def __init__(self, path):
+        self.counts = {}  # what the file states, if it is not the truth
+        reader = gguf.GGUFReader(path)
+        self.fields = []  # name, type, bytes
+        for name, field in reader.fields.items():
+            if not name.startswith("GGUF."):
+                self.fields.append([name, int(field.types[0]), b"".join(map(bytes, field.parts[3:]))])
+        self.tensors = []  # name, dimensions, type, offset, bytes
+        for tensor in reader.tensors:
+            dims, offset = [int(n) for n in tensor.shape], tensor.data_offset - reader.data_offset
+            self.tensors.append([tensor.name, dims, int(tensor.tensor_type), offset, bytes(tensor.data)])
+
+    def field(self, name):
+        return next(field for field in self.fields if field[0].endswith(name))
+
+    def set(self, name, kind, value):
+        """Give a field another type and value."""
+        self.field(name)[1:] = kind, string(value) if kind == 8 else struct.pack(f"<{SCALARS[kind]}", value)
+
+    def join(self):
+        parts = [b"GGUF", struct.pack("<I", self.counts.get("version", 3))]
+        parts.append(struct.pack("<Q", self.counts.get("tensors", len(self.tensors))))
+        parts.append(struct.pack("<Q", self.counts.get("fields", len(self.fields))))
+        for name, kind, data in self.fields:
+            parts.append(string(name) + struct.pack("<I", kind) + data)
+        for name, dims, kind, offset, _ in self.tensors:
+            num_dims = self.counts.get("dims", len(dims))
+            parts.append(string(name) + struct.pack(f"<I{len(dims)}QIQ", num_dims, *dims, kind, offset))
+        content = b"".join(parts)
+        content += bytes(-len(content) % 32)
+        start = len(content)
+        for *_, offset, data in sorted(self.tensors, key=lambda tensor: tensor[3]):
+            if offset < 1 << 20:
+                content = content[: start + offset].ljust(start + offset, b"\0") + data
+        return content
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """Return a small model with a tokenizer."""
+    path = tmp_path_factory.mktemp("sound") / "model.gguf"
+    tokenizer = merging_tokenizer()
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**{**TINY, "head_dim": 32, "vocab_size": len(tokenizer)})
+    write_gguf(path, transformers.Qwen3ForCausalLM(config), "Q8_0", "qwen3", tokenizer=tokenizer)
+    assert path.read_bytes().rstrip(b"\0") == Parts(path).join().rstrip(b"\0")
+    return path
+
+
+def load(path):
+    """Open a file and read all of its tensors, as a start does."""
+    checkpoint = open_checkpoint(str(path))
+    file = checkpoint.open_files()
+    if checkpoint.decoder_config is not None:
+        with torch.device("meta"):
+            check_fit(Decoder(checkpoint.decoder_config), file.headers, path)
+    return checkpoint, {x.name: floats(file.read(name), torch.float32) for name, x in file.headers.items()}
+
+
+def check_right(path, checkpoint, tensors):
+    """Compare what was loaded from a file with what the package gguf reads in it."""
+    reader = gguf.GGUFReader(path)
+    fields = {}
+    for name, field in reader.fields.items():
+        with suppress(UnicodeDecodeError):  # the package reads no text that is not UTF-8
+            fields[name] = field.contents()
+    assert {*tensors} == {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        expected = torch.from_numpy(gguf.quants.dequantize(tensor.data.copy(), tensor.tensor_type))
+        near = 1e-5 * float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        torch.testing.assert_close(tensors[tensor.name], expected, rtol=1e-5, atol=near, equal_nan=True)
+    config = checkpoint.hf_config
+    assert config.num_hidden_layers == fields["qwen3.block_count"] == 2
+    assert config.num_attention_heads == fields["qwen3.attention.head_count"]
+    assert config.rms_norm_eps == fields["qwen3.attention.layer_norm_rms_epsilon"]
+    assert config.max_position_embeddings == fields["qwen3.context_length"]
+    assert config.rope_parameters["rope_theta"] == fields.get("qwen3.rope.freq_base", 10000.0)
+    if checkpoint.tokenizer is not None:
+        tokens = fields["tokenizer.ggml.tokens"]
+        assert checkpoint.tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) == tokens
+
+
+def test_a_header_is_parsed_once_until_the_file_changes(sound, tmp_path, monkeypatch):
+    parsed, parse = [], Header.__init__
+    monkeypatch.setattr(
+        Header, "__init__", lambda self, data: (parsed.append(len(data)), parse(self, data))[1]
+    )
+    path = tmp_path / "model.gguf"
+    path.write_bytes(sound.read_bytes())
+    checkpoint, tensors = load(path)
+    check_right(path, checkpoint, tensors)
+    assert len(parsed) == 1
+    path.write_bytes(sound.read_bytes() + bytes(32))
+    checkpoint.open_files()
+    assert len(parsed) == 2
+    assert pickle.loads(pickle.dumps(checkpoint.gguf)).headers == checkpoint.gguf.headers
+
+
+VALUES = (0, 1, 2, 3, 5, 255, 1 << 16, 10**7, (1 << 31) - 1)
+
+
+def change_parts(parts, rng):
+    """Make one change to the structure."""
+    kind = rng.randrange(11)
+    field, tensor = rng.choice(parts.fields), rng.choice(parts.tensors)
+    if kind == 0:
+        parts.fields.remove(field)
+    elif kind == 1:
+        parts.fields.insert(rng.randrange(len(parts.fields)), list(field))
+    elif kind == 2:
+        number = rng.choice([*SCALARS])
+        layout = f"<{SCALARS[number]}"
+        if number in (6, 12):
+            field[1:] = number, struct.pack(layout, rng.choice((0.0, -1.0, 1e30, math.nan, math.inf)))
+        else:
+            data = struct.pack("<Q", rng.choice(VALUES))
+            field[1:] = number, data[: struct.calcsize(layout)]
+    elif kind == 3:
+        field[1:] = 8, string(rng.choice(("", "qwen3", "llama", "gpt2", "yarn", "x" * 1000)))
+    elif kind == 4:
+        element, length = rng.choice((*SCALARS, 8, 9, 77)), rng.choice(VALUES)
+        field[1:] = 9, struct.pack("<IQ", element, length) + bytes(rng.choice((0, 8, 64)))
+    elif kind == 5:
+        parts.counts[rng.choice(("tensors", "fields", "version", "dims"))] = rng.choice(VALUES)
+    elif kind == 6:
+        parts.tensors.remove(tensor)
+    elif kind == 7:
+        names = "", "blk.2.ffn_up.weight", "blk.x", "output.weight", "rope_freqs.weight"
+        tensor[0] = rng.choice((rng.choice(parts.tensors)[0], *names))
+    elif kind == 8:
+        tensor[1][rng.randrange(len(tensor[1]))] = rng.choice(VALUES)
+    elif kind == 9:
+        tensor[2] = rng.choice([*range(42), 1 << 31])
+    else:
+        tensor[3] = rng.choice((*VALUES, tensor[3] + 32, 1 << 63))
+
+
+def test_overlapping_tensors_are_refused(sound, tmp_path):
+    parts = Parts(sound)
+    parts.tensors[1][3] = parts.tensors[0][3]
+    (tmp_path / "model.gguf").write_bytes(parts.join())
+    with pytest.raises(ValueError, match="is not aligned or overlaps another tensor"):
+        load(tmp_path / "model.gguf")
+
+
+def array(element, length, data=b""):
+    return 9, struct.pack("<IQ", element, length) + data
+
+
+def excessive_files(sound):
+    """Yield the names and contents of files that would need far more time or memory than their size."""
+    merges, kilobyte = ".merges", 1 << 10
+    for what, name, change in (
+        ("elements", merges, array(0, 1 << 40)),
+        ("strings", merges, array(8, 1 << 40)),
+        ("arrays", merges, array(9, 1 << 30, bytes(kilobyte))),
+        ("a string", merges, (8, struct.pack("<Q", 1 << 62))),
+        ("layers", "block_count", (4, struct.pack("<I", 10**7))),
+        ("outputs", "feed_forward_length", (4, struct.pack("<I", (1 << 24) - 32))),
+        ("inputs", "embedding_length", (4, struct.pack("<I", (1 << 24) - 32))),
+        ("heads", "attention.head_count", (4, struct.pack("<I", 1 << 16))),
+        ("positions", "context_length", (10, struct.pack("<Q", 1 << 40))),
+        ("empty merges", merges, array(8, 1 << 17, bytes(1 << 20))),
+        ("repeated merges", merges, array(8, 1 << 17, string("h e") * (1 << 17))),
+    ):
+        for family in ("qwen3", "gemma2"):
+            parts = Parts(sound)
+            parts.field(name)[1:] = change
+            parts.set("general.architecture", 8, family)
+            for field in parts.fields:
+                field[0] = field[0].replace("qwen3", family)
+            yield f"{what}, {family}", parts.join()
+    for counted in ("fields", "tensors", "dims"):
+        parts = Parts(sound)
+        parts.counts[counted] = 1 << 31
+        yield counted, parts.join()
+    for what, place, value in (("offset", 3, 1 << 62), ("dimensions", 1, [32, 1 << 57])):
+        parts = Parts(sound)
+        parts.tensors[0][place] = value
+        yield what, parts.join()
+    parts = Parts(sound)
+    parts.tensors += [[f"blk.0.{i}.weight", *parts.tensors[0][1:]] for i in range(8000)]
+    yield "overlapping tensors", parts.join()
+    parts = Parts(sound)
+    parts.fields.append(["general.alignment", 10, struct.pack("<Q", 1 << 62)])
+    yield "alignment", parts.join()
+    parts = Parts(sound)
+    parts.set("tokenizer.ggml.model", 8, "llama")
+    parts.field("tokenizer.ggml.tokens")[1:] = array(8, 1, string("x" * (1 << 20)))
+    parts.fields.remove(parts.field(merges))
+    yield "a token", parts.join()
+
+
+def refuse_in_little_memory(sound, paths, output):
+    """Load files with 512 MB more than the process has, and write down what each said and in what time."""
+    import resource
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20),) * 2)
+    refusals = {}
+    for path in [sound, *paths[:2], *paths]:  # the first ones import what they need
+        start = time.process_time()
+        try:
+            load(path)
+            error = None
+        except ValueError as raised:
+            error = str(raised)
+        refusals[path.stem] = error, time.process_time() - start
+    output.write_text(json.dumps(refusals))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory by Linux's means")
+def test_excessive_files_are_refused_quickly_in_little_memory(sound, tmp_path):
+    paths = []
+    for what, content in excessive_files(sound):
+        paths.append(tmp_path / f"{what}.gguf")
+        paths[-1].write_bytes(content)
+    start = time.process_time()
+    load(sound)
+    usual = time.process_time() - start
+    output = tmp_path / "refusals.json"
+    arguments = sound, paths, output
+    process = multiprocessing.get_context("fork").Process(target=refuse_in_little_memory, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    refusals = json.loads(output.read_text())
+    assert refusals.pop(sound.stem)[0] is None
+    for path in paths:
+        error, taken = refusals[path.stem]
+        assert error is not None, path
+        assert taken < 300 * usual, path  # a file that is read in vain takes thousands of times as long

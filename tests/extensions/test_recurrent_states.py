@@ -1,0 +1,397 @@
+"""States: models whose layers hand a state from token to token, beside paged K and V or without any."""
+
+import types
+import weakref
+from functools import cache, partial
+
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.backends.device import Attention
+from nanoengine.backends.step_inputs import BIN_SLOT, NUM_RESERVED_SLOTS, ZERO_SLOT
+from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulRunner, StatefulScheduler
+from nanoengine.models.recurrent import _scan_of_mamba
+from tests.helpers import VARIED_SETTINGS, batch_of, greedy, make_sequence, random_prompts, run_step
+from tests.laws import check_laws
+from tests.model_table import small_config, small_model
+from tests.sampling.test_sampler import LiveBytes
+
+# A gated delta rule, convolutions alone, Mamba2, Mamba beside attention, and Mamba2 that limits time steps.
+ZAMBA2 = pytest.param("zamba2", marks=pytest.mark.slow)
+KINDS = ["qwen3_5_text", "lfm2", "mamba2", "jamba", ZAMBA2]
+RARELY = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2", "jamba", "zamba2")]
+TWO_KINDS = ["qwen3_5_text", "mamba2", *RARELY]
+# Only the settings that stress states most run by default: preemption and small chunks.
+MARKS = dict.fromkeys(VARIED_SETTINGS, pytest.mark.slow) | {"with preemption": (), "in chunks": ()}
+SETTINGS = [pytest.param(one, marks=MARKS[name], id=name) for name, one in VARIED_SETTINGS.items()]
+LENGTHS = [1, 2, 13, 40, 75, 20]
+NUM_NEW = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Return a checkpoint of a kind and its transformers twin, built once."""
+
+    @cache
+    def make(kind):
+        path = tmp_path_factory.mktemp(kind)
+        model = small_model(small_config(kind))
+        model.save_pretrained(path)
+        model.answers = {}  # `greedy` keeps answers here, because the model does not change
+        return str(path), model
+
+    return make
+
+
+@pytest.fixture
+def served(model_of):
+    """Return a checkpoint of a kind, prompts, and the answers of transformers."""
+
+    def make(kind, max_tokens=None):
+        path, model = model_of(kind)
+        prompts = [prompt[:max_tokens] for prompt in random_prompts(LENGTHS)]
+        return path, prompts, [greedy(model, prompt, NUM_NEW) for prompt in prompts]
+
+    return make
+
+
+def answers(llm, prompts, params=GREEDY):
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers_for_all_settings(kind, settings, served):
+    path, prompts, expected = served(kind, max_tokens=30)
+    with LLM(path, **settings) as llm:
+        assert answers(llm, prompts) == expected
+        assert answers(llm, prompts) == expected  # from the prefix cache, where there is one
+
+
+def test_a_state_that_a_layer_returns_is_not_taken_for_its_output(served):
+    """MiniMax returns its states: the 4 heads of two sequences are as many rows as a step of 8 tokens has."""
+    path, prompts, expected = served("minimax")
+    with LLM(path, num_kv_blocks=200, block_size=4, max_num_batched_tokens=8) as llm:
+        assert answers(llm, prompts) == expected
+
+
+@pytest.mark.parametrize("num_state_slots", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, served):
+    path, prompts, expected = served(kind)
+    with LLM(path, num_kv_blocks=200, block_size=4, num_state_slots=num_state_slots) as llm:
+        engine, max_running = llm.llm_engine, 0
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, GREEDY)
+        tokens = {}
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                tokens[out.request_id] = out.outputs[0].token_ids
+            max_running = max(max_running, llm.metrics()["num_running"])
+            check_laws(engine.scheduler)
+        assert [tokens[str(i)] for i in range(len(prompts))] == expected
+        assert max_running == num_state_slots
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contents_of_free_slots_change_nothing(kind, served):
+    """Free slots hold NaNs, and an aborted neighbor leaves no state."""
+    path, prompts, expected = served(kind)
+    with LLM(path, num_kv_blocks=24, block_size=8, num_state_slots=6, max_num_batched_tokens=30) as llm:
+        engine = llm.llm_engine
+        states, blocks = engine.runner.model.states, engine.scheduler.block_manager
+        engine.add_request("neighbour", prompts[3][::-1], GREEDY)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, GREEDY)
+        tokens, num_steps = {}, 0
+        while engine.has_unfinished_requests():
+            for memory in states.memory:
+                for x in memory.values():
+                    assert not x[ZERO_SLOT].any()
+                    x[[*blocks.free_slots]] = torch.nan
+            for out in engine.step():
+                tokens[out.request_id] = out.outputs[0].token_ids
+            num_steps += 1
+            if num_steps == 4:
+                engine.abort_request("neighbour")
+        assert [tokens[str(i)] for i in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [*TWO_KINDS, "mamba"])
+def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, served):
+    path, prompts, _ = served(kind)
+    params, logprobs = SamplingParams(max_tokens=1, prompt_logprobs=0), []
+    for settings in ({}, {"max_num_batched_tokens": 16}, {"enforce_eager": True}):
+        with LLM(path, num_kv_blocks=60, block_size=8, dtype=dtype, **settings) as llm:
+            outputs = llm.generate(prompts[2:], params, use_tqdm=False)
+        entries = zip(prompts[2], outputs[0].prompt_logprobs, strict=True)
+        logprobs.append(torch.tensor([entry[token].logprob for token, entry in entries if entry]))
+    assert all((other - logprobs[0]).abs().mean() < 0.2 for other in logprobs[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, caplog):
+    """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""
+    path, prompts, expected = served(kind)
+    settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 30}
+    with LLM(path, attn_backend="flash", enforce_eager=True, **settings) as llm:
+        assert llm.llm_engine.runner.model.states.kernels is None
+        assert answers(llm, prompts) == expected
+    with LLM(path, attn_backend="flash", **settings) as llm:
+        assert answers(llm, prompts) == expected
+    assert "no graphs (its layers have recurrent states)" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_the_scan_of_many_tokens_holds_the_states_of_few(has_state):
+    torch.manual_seed(0)
+    num_tokens, (x, dt), (b, c) = 150, torch.randn(2, 2, 12, 150), torch.randn(2, 2, 5, 150)
+    A, D, z = -torch.rand(12, 5) * 9, torch.rand(12), torch.ones(2, 12, 150)
+    state = torch.randn(2, 12, 5) if has_state else None
+    states = types.SimpleNamespace(kernels=None, initial=iter([state] if has_state else []))
+    with LiveBytes() as mode:
+        out, new = _scan_of_mamba(states, None, x, dt, A, b, c, D=D, z=z, delta_bias=None)
+    assert mode.peak < 2 * 12 * num_tokens * 5 * 4 * 3
+    h, steps = torch.zeros(2, 12, 5) if state is None else state, torch.nn.functional.softplus(dt)
+    expected = []
+    for t in range(num_tokens):
+        h = torch.exp(A * steps[:, :, t, None]) * h + (steps * x)[:, :, t, None] * b[:, None, :, t]
+        expected.append((h * c[:, None, :, t]).sum(-1))
+    assert torch.allclose(new, h, atol=1e-5)
+    expected = (torch.stack(expected, -1) + x * D[:, None]) * torch.nn.functional.silu(z)
+    assert torch.allclose(out, expected, atol=1e-4)
+
+
+# ---- The prefix cache ----------------------------------------------------------------------------
+
+
+def test_a_hit_ends_at_the_last_block_whose_state_was_kept(served):
+    path, prompts, _ = served("qwen3_5_text")
+    prompt = prompts[3]  # of 40 tokens
+    with LLM(path, num_kv_blocks=100, block_size=8) as llm:
+
+        def cached(tokens, max_tokens=1):
+            params = SamplingParams(temperature=0, max_tokens=max_tokens)
+            out = llm.generate(tokens, params, use_tqdm=False)[0]
+            return out.num_cached_tokens, out.outputs[0].token_ids
+
+        assert cached(prompt[:37])[0] == 0
+        assert cached(prompt[:37])[0] == 32  # its last full block
+        assert cached(prompt[:30])[0] == 0  # blocks of 24 tokens are there, and no state
+        assert cached(prompt[:30])[0] == 24  # now it was kept, where they branch
+        other = [*prompt[:16], *prompt[:10]]
+        assert cached(other)[0] == 0
+        assert cached([*prompt[:16], *prompt[5:12]])[0] == 16  # the third that begins so
+        _, answer = cached(prompt[:37], max_tokens=30)
+        assert cached([*prompt[:37], *answer, 7])[0] == 64  # 67 tokens; an answer's last full block
+
+
+def test_states_are_not_kept_without_the_prefix_cache():
+    manager = manager_of(enable_prefix_caching=False)
+    assert [*spans_of(manager, sequence(0, range(10)))] == [[(0, 10, 0, 2)]]
+    assert not manager.kept_slots
+
+
+def test_resetting_the_prefix_cache_drops_kept_states(served):
+    path, prompts, _ = served("lfm2")
+    with LLM(path, num_kv_blocks=100, block_size=8) as llm:
+        answers(llm, prompts)
+        blocks = llm.llm_engine.scheduler.block_manager
+        assert blocks.kept_slots
+        assert llm.llm_engine.reset_prefix_cache()
+        assert not blocks.kept_slots
+        assert len(blocks.free_slots) == blocks.num_state_slots
+
+
+# ---- Slots, by hand ------------------------------------------------------------------------------
+
+
+def manager_of(num_state_slots=9, num_blocks=20, block_size=4, **settings):
+    settings = {"windows": (None,), "max_chunk_tokens": 64, "num_state_slots": num_state_slots} | settings
+    return StatefulBlockManager(num_blocks, block_size, **settings)
+
+
+def spans_of(manager, seq, budget=64):
+    """Run a sequence alone. Returns each step's spans."""
+    spans = {}
+    scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=budget)
+    scheduler.add(seq)
+    while not seq.is_finished:
+        batch = scheduler.schedule()
+        yield [tuple(span) for span in spans[seq]]
+        scheduler.update(batch, [7] * len(batch.sampled_seqs))
+        check_laws(scheduler)
+
+
+sequence = partial(make_sequence, max_tokens=1)
+
+
+def test_at_the_end_of_a_block_a_sequence_gives_its_slot_to_the_prefix_cache():
+    """The example of docs/14-states.md."""
+    manager = manager_of()
+    first, *later = spans_of(manager, sequence(0, range(10), max_tokens=4))
+    assert first == [(0, 8, 0, 3), (8, 10, 3, 2)]
+    assert later == [[(10, 11, 2, 2)], [(11, 12, 2, 2)], [(12, 13, 2, 4)]]
+    assert [*manager.kept_slots.values()] == [3, 2]
+    (spans,) = spans_of(manager, sequence(1, [*range(8), 99]))
+    assert spans == [(8, 9, 3, 5)]
+
+
+def test_a_prompt_in_chunks_keeps_its_states_where_it_branches_and_at_its_last_block():
+    manager = manager_of()
+    for _ in spans_of(manager, sequence(0, range(10))):
+        pass
+    steps = spans_of(manager, sequence(1, [*range(4), *range(50, 56)]), budget=6)
+    assert [[span[:2] for span in spans] for spans in steps] == [[(0, 4), (4, 6)], [(6, 8), (8, 10)]]
+
+
+@pytest.mark.parametrize(("num_state_slots", "length", "num_kept"), [(4, 10, 2), (4, 8, 2), (2, 10, 1)])
+def test_a_finished_request_keeps_its_last_state_and_that_of_the_prompt(num_state_slots, length, num_kept):
+    manager = manager_of(num_state_slots)
+    for _ in spans_of(manager, sequence(0, range(length), max_tokens=30)):
+        assert len(manager.kept_slots) <= num_kept
+    assert len(manager.kept_slots) == num_kept
+
+
+def test_the_kept_state_is_taken_over_if_no_other_slot_is_left():
+    manager, spans = manager_of(num_state_slots=2), {}
+    assert [*spans_of(manager, sequence(0, range(9)))] == [[(0, 8, 0, 3), (8, 9, 3, 2)]]
+    scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=64)
+    other, seq = sequence(1, [50, 51], max_tokens=9), sequence(2, [*range(8), 99])
+    for one in (other, seq):
+        scheduler.add(one)
+    scheduler.schedule()
+    assert spans == {other: [(0, 2, 0, 2)], seq: [(8, 9, 3, 3)]}
+    check_laws(scheduler)
+    assert not manager.kept_slots
+
+
+def test_a_state_that_a_step_reads_is_not_evicted_in_that_step():
+    manager, spans = manager_of(num_state_slots=3), {}
+    assert [*spans_of(manager, sequence(0, range(9)))] == [[(0, 8, 0, 3), (8, 9, 3, 2)]]
+    scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=6)
+    other, seq = sequence(1, range(50, 60), max_tokens=9), sequence(2, [*range(8), 99])
+    scheduler.add(other)
+    scheduler.update(scheduler.schedule(), [])
+    scheduler.add(seq)
+    scheduler.schedule()  # the other comes first, and would keep its state of 8 tokens in slot 3
+    assert spans == {other: [(6, 10, 4, 4)], seq: [(8, 9, 3, 2)]}
+
+
+def test_a_state_that_a_step_writes_is_not_evicted_in_that_step():
+    spans = {}
+    scheduler = StatefulScheduler(manager_of(num_state_slots=3), spans=spans)
+    one, two = sequence(0, range(9)), sequence(1, range(50, 59))
+    scheduler.add(one)
+    scheduler.add(two)
+    scheduler.schedule()
+    assert spans == {one: [(0, 8, 0, 4), (8, 9, 4, 2)], two: [(0, 9, 0, 3)]}
+    check_laws(scheduler)
+
+
+def test_a_kept_state_without_the_blocks_of_a_window_is_no_hit():
+    manager = manager_of(windows=(None, 3))
+    for _ in spans_of(manager, sequence(0, range(9), max_tokens=8)):
+        pass
+    seq = sequence(1, range(10))
+    assert [len(blocks) for blocks in manager.find_groups(seq)] == [2, 2]
+    for _ in range(len(manager.empty_blocks) + 2):  # then those before the window go first
+        manager._take_free_block()
+    assert manager.find_groups(seq) == [[], []]
+
+
+def test_a_recomputed_output_is_a_span_of_its_own():
+    seq = sequence(0, range(6), max_tokens=9)
+    seq.token_ids += [7, 7, 7]
+    first = next(spans_of(manager_of(enable_prefix_caching=False), seq))
+    assert first == [(0, 6, 0, 2), (6, 9, 2, 2)]
+
+
+def test_a_trial_batch_reads_zeros_and_discards_its_states():
+    runner = StatefulRunner(2, None, None, Attention(None, None, []), None, 4)
+    decode, chunk = make_sequence(0, [1]), make_sequence(1, [1, 2])
+    decode.block_table = chunk.block_table = [0]
+    inputs = runner.build_inputs(batch_of((decode, 0, 1), (chunk, 0, 2)))
+    rows, sources, targets, parts = inputs.states
+    assert (rows.tolist(), sources.tolist(), targets.tolist()) == ([0], [ZERO_SLOT], [BIN_SLOT])
+    assert parts == [(1, 3, ZERO_SLOT, BIN_SLOT, False)]
+    assert inputs.metadata.block_tables.tolist() == [[[0], [0]]] * 2  # all groups use the same
+    assert runner.build_inputs(batch_of((chunk, 0, 2))).states.decode_rows.dtype == rows.dtype
+
+
+# ---- Messages -------------------------------------------------------------------
+
+
+def test_the_size_of_states_is_logged_at_the_start(served, caplog):
+    path, _, _ = served("qwen3_5_text")
+    with LLM(path, num_kv_blocks=9, block_size=8, num_state_slots=5) as llm:
+        memory = [x for of_mixer in llm.llm_engine.runner.model.states.memory for x in of_mixer.values()]
+    assert all(len(x) == 5 + NUM_RESERVED_SLOTS for x in memory)
+    num_bytes = sum(x[0].nbytes for x in memory)
+    assert f"KV cache of 9 blocks of 8 tokens, 5 states of {num_bytes:,} bytes" in caplog.messages[-1]
+
+
+def test_a_model_with_states_only_has_no_kv_cache_and_takes_long_prompts(served, caplog):
+    path, _, _ = served("mamba2")
+    prompt = random_prompts([1200])[0]
+    with LLM(path, max_num_batched_tokens=128, block_size=8, num_kv_blocks=130) as llm:
+        assert "no KV cache, 512 states of" in caplog.messages[-1]
+        assert llm.llm_engine.runner.caches == []
+        assert llm.llm_engine.max_model_len == 1 << 20
+        in_chunks = answers(llm, [prompt], SamplingParams(temperature=0, max_tokens=3))
+    with LLM(path, max_num_batched_tokens=1200, max_model_len=1210) as llm:
+        assert answers(llm, [prompt], SamplingParams(temperature=0, max_tokens=3)) == in_chunks
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "rejected draft token"),
+        ({"kv_store": "store"}, "kv_store .*only K and V"),
+        ({"num_state_slots": 0}, "num_state_slots must be an integer"),
+        ({"num_state_slots": 10**12}, "too little memory for 1000000000002 states .*lower num_state_slots"),
+        ({"num_kv_blocks": None, "kv_cache_bytes": 9000}, "no room for 3 sequences' states: one takes"),
+    ],
+)
+def test_settings_that_states_do_not_support_are_refused(settings, reason, served, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, _, _ = served("qwen3_5_text")
+    with pytest.raises(ValueError, match=reason):
+        LLM(path, **{"num_kv_blocks": 9, **settings})
+
+
+@pytest.mark.parametrize("kind", TWO_KINDS)
+def test_memory_is_released_at_once(kind, served, no_gc):
+    path, prompts, _ = served(kind)
+    with LLM(path, num_kv_blocks=100, block_size=8) as llm:
+        answers(llm, prompts[:2])
+        model = llm.llm_engine.runner.model
+        held = [weakref.ref(x) for x in (*model.parameters(), *model.states.memory[0].values())]
+        del model
+    assert [ref() for ref in held] == [None] * len(held)
+
+
+def test_memory_is_shared_between_states_and_blocks(served):
+    path, _, _ = served("qwen3_5_text")
+    with LLM(path, kv_cache_bytes=1 << 20, block_size=8) as llm:
+        started = llm.llm_engine.started
+        kv = sum(cache.k.nbytes + cache.v.nbytes for cache in llm.llm_engine.runner.caches)
+        states = started.state_bytes * (started.num_state_slots + NUM_RESERVED_SLOTS)
+        assert (1 << 20) * 0.9 < kv + states <= 1 << 20
+        assert states <= 1 << 19
+
+
+def test_a_state_that_includes_the_whole_prompt_is_no_hit():
+    """The last prompt token is computed again for its logits, and the state would then include it twice."""
+    manager = StatefulBlockManager(8, 4, num_state_slots=6, windows=(None,), max_chunk_tokens=99)
+    scheduler = StatefulScheduler(manager, spans={})
+    for seq_id in (0, 1):
+        scheduler.add(make_sequence(seq_id, list(range(8)), max_tokens=2))
+        assert run_step(scheduler).chunks[0][1:3] == (0, 8)
+        assert run_step(scheduler).chunks[0][1:3] == (8, 9)

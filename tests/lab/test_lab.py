@@ -1,0 +1,392 @@
+"""The scheduler lab: hand-computed times, and the same decisions as a real engine's."""
+
+import json
+import random
+import re
+import statistics
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from nanoengine.config import EngineConfig
+from nanoengine.lab import command as lab_command
+from nanoengine.lab.command import draw, main, parse_arguments
+from nanoengine.lab.simulation import (
+    Arrival,
+    CostModel,
+    RealEngine,
+    Simulation,
+    Step,
+    calibrate,
+    fcfs,
+    fit_costs,
+    generate_arrivals,
+    parse_lengths,
+    parse_policy,
+    priority,
+    read_arrivals,
+    serve,
+    shortest_first,
+    shortest_first_with_ageing,
+    simulate,
+)
+from nanoengine.llm_engine import LLMEngine
+from tests.helpers import DEMO, is_busy, make_scheduler
+from tests.laws import check_laws
+
+COST = CostModel(step=1.0, token=0.1, context=0.01)
+
+
+def random_arrivals(num_requests: int, rate: float, seed: int = 0, **settings) -> list[Arrival]:
+    lengths = parse_lengths("1-40"), parse_lengths("1-12")
+    drawn = generate_arrivals(num_requests, rate, *lengths, seed=seed, **settings)
+    rng = random.Random(seed)
+    return [arrival._replace(priority=rng.randrange(3)) for arrival in drawn]
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+def test_times_are_those_computed_by_hand():
+    arrivals = [Arrival(0.0, 4, 3), Arrival(0.5, 2, 2), Arrival(10.0, 1, 1)]
+    report = simulate(make_scheduler(), arrivals, COST)
+    # step 1: 4 tokens of A attend to 4:                      1 + .4 + .04 = 1.44, at 1.44
+    # step 2: 1 of A to 5, 2 of B (here since 0.5) to 2:      1 + .3 + .07 = 1.37, at 2.81
+    # step 3: 1 of A to 6, 1 of B to 3; both are complete:    1 + .2 + .09 = 1.29, at 4.10
+    # step 4: C, which does not wait: 1 token to 1:       1 + .1 + .01 = 1.11, at 11.11
+    assert report.ttft.tolist() == pytest.approx([1.44, 2.31, 1.11])
+    assert report.tpot.tolist() == pytest.approx([(1.37 + 1.29) / 2, 1.29, np.nan], nan_ok=True)
+    assert report.latency.tolist() == pytest.approx([4.10, 3.60, 1.11])
+    assert dict(zip(report.gaps, report.gap_counts, strict=True)) == {1.37: 1, 1.29: 2}
+    assert (report.num_requests, report.num_steps) == (3, 4)
+    assert (report.num_prompt_tokens, report.num_output_tokens) == (7, 6)
+    assert report.seconds == pytest.approx(11.11)
+    assert report.busy_seconds == pytest.approx(5.21)
+    assert report.output_tokens_per_s == pytest.approx(6 / 11.11)
+
+
+def test_a_token_that_a_preemption_delays_waits_from_the_token_before():
+    """Two sequences outgrow four blocks of four: the second gives way and starts over."""
+    scheduler = make_scheduler(num_blocks=4, caching=False)
+    cost = CostModel(step=1.0, token=0.0, context=0.0)
+    report = simulate(scheduler, [Arrival(0.0, 7, 4), Arrival(0.0, 7, 4)], cost)
+    # Tokens of A at 1, 2, 3, 4. Tokens of B at 1 and 2; preempted at the third step, again from the fifth on.
+    assert report.num_preemptions == 1
+    assert report.latency.tolist() == [4.0, 6.0]
+    waits = np.repeat(report.gaps, report.gap_counts)
+    assert Counter(waits.tolist()) == {1.0: 5, 3.0: 1}  # B's third token, from 2 to 5
+
+
+def test_the_percentiles_of_the_time_between_tokens_count_each_token():
+    report = simulate(make_scheduler(num_blocks=200), random_arrivals(60, 0.5), COST)
+    every_gap = np.repeat(report.gaps, report.gap_counts)
+    assert len(every_gap) == report.num_output_tokens - 60
+    assert report.quantiles("itl") == np.quantile(every_gap, [0.5, 0.9, 0.99], method="inverted_cdf").tolist()
+    assert report.quantiles("itl")[0] < report.quantiles("itl")[2]
+
+
+def test_a_run_of_one_token_has_no_time_between_tokens(tmp_path):
+    report = simulate(make_scheduler(), [Arrival(0.0, 3, 1)], COST)
+    draw({"one": report, "two": report}, str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert np.isnan(report.quantiles("tpot")).all()
+    assert np.isnan(report.quantiles("itl")).all()
+
+
+# ---- what must hold ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "caching"), [("fcfs", True), ("fcfs", False), ("priority", True), ("ageing:0.1", True)]
+)
+def test_every_request_gets_all_of_its_tokens_and_every_block_comes_back(policy, caching):
+    num_preemptions = 0
+    for seed in range(3):
+        scheduler = make_scheduler(16, caching=caching, max_num_batched_tokens=24, max_num_seqs=6)
+        arrivals = random_arrivals(80, 0.6, seed, num_prefixes=2, num_prefix_tokens=7)
+        report = simulate(scheduler, arrivals, COST, parse_policy(policy))
+        check_laws(scheduler)
+        assert report.num_requests == 80
+        assert report.num_prompt_tokens == sum(arrival.num_prompt_tokens for arrival in arrivals)
+        assert report.num_output_tokens == sum(arrival.num_output_tokens for arrival in arrivals)
+        assert report.gap_counts.sum() == report.num_output_tokens - 80
+        assert not is_busy(scheduler)
+        assert scheduler.block_manager.num_free_blocks == 16
+        assert (report.ttft > 0).all()
+        assert (report.latency >= report.ttft).all()
+        assert (report.hit_rate > 0) == caching
+        num_preemptions += report.num_preemptions
+    assert num_preemptions > 0  # else this was no test of them
+
+
+def test_arrivals_are_drawn_as_the_clock_reaches_them():
+    """So a million of them take no memory before their time."""
+    scheduler, ahead = make_scheduler(num_blocks=100), []
+
+    def drawn():
+        for number in range(200):
+            num_admitted = scheduler.block_manager.num_query_tokens // 4
+            ahead.append(number - num_admitted)
+            yield Arrival(10.0 * number, 4, 3)
+
+    assert simulate(scheduler, drawn(), COST).num_requests == 200
+    assert max(ahead) <= 1  # one that is served, one that is the next
+
+
+def test_the_next_turn_of_a_conversation_hits_the_previous_turn_and_its_answer():
+    """A first turn of 8 tokens and an answer of 9, all of the prefix; the second turn repeats these."""
+    turns = [Arrival(0.0, 8, 9, "talk", 8), Arrival(100.0, 20, 1, "talk", 17)]
+    report = simulate(make_scheduler(num_blocks=50), turns, COST)
+    assert report.hit_rate == 16 / 28  # of 17 tokens in common the last opens a block of 4
+
+
+def test_different_prefixes_share_nothing_and_the_same_one_only_its_length():
+    prefixes = ("a", 8), ("b", 8), ("a", 8), ("a", 4), ()
+    arrivals = [Arrival(100.0 * i, 12, 1, *prefix) for i, prefix in enumerate(prefixes)]
+    report = simulate(make_scheduler(num_blocks=50), arrivals, COST)
+    assert report.hit_rate == (8 + 4) / 60
+
+
+# ---- the same as a real engine -------------------------------------------------------------------
+
+
+def decisions(server, arrivals, policy):
+    """Return each step's chunks, their blocks, and the number of preemptions so far."""
+    steps, schedule = [], server.scheduler.schedule
+
+    def recorded():
+        batch = schedule()
+        chunks = [(seq.seq_id, start, end, tuple(seq.block_table)) for seq, start, end, _, _ in batch.chunks]
+        steps.append((chunks, server.scheduler.num_preemptions))
+        return batch
+
+    server.scheduler.schedule = recorded
+    return serve(server, arrivals, policy), steps
+
+
+class FakeClock(RealEngine):
+    """A real engine whose clock advances by what the cost model predicts."""
+
+    def step(self):
+        served = super().step()
+        return served._replace(seconds=COST.seconds(*self.steps[-1][:2]))
+
+
+@pytest.mark.parametrize("policy", [fcfs, priority, shortest_first_with_ageing(0.1)])
+def test_the_lab_makes_the_same_decisions_as_a_real_engine(policy):
+    settings = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 16, "max_num_seqs": 6}
+    # Blocks of 4: a prompt's second block holds two tokens of the prefix and two of its own. One alone could
+    # equal another prompt's by chance.
+    arrivals = random_arrivals(40, 0.6, num_prefixes=2, num_prefix_tokens=6)
+    # The first prefix is number -1, and request 1 must not begin with it.
+    arrivals[1] = arrivals[1]._replace(prefix=None, num_prefix_tokens=0, num_prompt_tokens=10)
+    sizes = {"num_kv_blocks": 16, "block_size": 4, **settings}
+    engine = LLMEngine(EngineConfig(DEMO, scheduling_policy="priority", async_scheduling=False, **sizes))
+    real_report, real_steps = decisions(FakeClock(engine), arrivals, policy)
+    engine.close()
+    lab_report, lab_steps = decisions(Simulation(make_scheduler(16, **settings), COST), arrivals, policy)
+    assert lab_steps == real_steps
+    assert lab_report.ttft.tolist() == real_report.ttft.tolist()
+    assert lab_report.hit_rate == real_report.hit_rate > 0
+    assert lab_report.num_preemptions == real_report.num_preemptions > 0
+
+
+# ---- the cost model ------------------------------------------------------------------------------
+
+
+def synthetic_steps(cost: CostModel, noise: float = 0.0) -> list[Step]:
+    rng = random.Random(0)
+    sizes = [(rng.randint(1, 1000), rng.randint(1, 50_000)) for _ in range(400)]
+    return [Step(*size, cost.seconds(*size) * rng.uniform(1 - noise, 1 + noise)) for size in sizes]
+
+
+def test_the_fit_recovers_known_costs():
+    known = CostModel(step=3e-3, token=4e-5, context=5e-7)
+    exact = synthetic_steps(known)
+    assert fit_costs(exact) == pytest.approx(known, rel=1e-9)
+    assert fit_costs(exact).error(exact) < 1e-9
+    noisy = synthetic_steps(known, noise=0.1)
+    assert fit_costs(noisy) == pytest.approx(known, rel=0.1)
+    assert known.error(noisy) == pytest.approx(0.05, abs=0.01)  # |u| of a uniform u in [-0.1, 0.1]
+
+
+def test_no_cost_is_below_zero():
+    """If longer contexts happened to be faster, their cost is 0, and the other costs are fitted alone."""
+    falling = synthetic_steps(CostModel(step=3e-2, token=4e-5, context=-4e-7))
+    step, token, context = fit_costs(falling)
+    assert context == 0
+    assert step > 0
+    assert token > 0
+    shown = [Step(num_tokens, 0, seconds) for num_tokens, _, seconds in falling]
+    assert (step, token) == pytest.approx(fit_costs(shown)[:2])
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+# A little more than can be served: each second 19 short prompts and a long one.
+MIX = [
+    Arrival(second + number / 100, 400 if number == 0 else 10, 4, priority=number % 2)
+    for second in range(40)
+    for number in range(20)
+]
+IS_LONG = np.array([arrival.num_prompt_tokens == 400 for arrival in MIX])
+
+
+def ttft_under(policy):
+    scheduler = make_scheduler(1000, max_num_batched_tokens=400, max_num_seqs=10)
+    return simulate(scheduler, MIX, CostModel(0.1, 0.001, 0.0), policy).ttft
+
+
+def test_policies_decide_which_requests_wait():
+    ageing = shortest_first_with_ageing(0.05)  # a long prompt is worth 19.5 s of waiting
+    policies = {"fcfs": fcfs, "shortest": shortest_first, "ageing": ageing}
+    times = {name: ttft_under(policy) for name, policy in policies.items()}
+    mean = {name: ttft.mean() for name, ttft in times.items()}
+    longest = {name: ttft.max() for name, ttft in times.items()}
+    assert mean["shortest"] < mean["ageing"] < mean["fcfs"]
+    assert longest["fcfs"] < longest["ageing"] < longest["shortest"]
+    assert times["shortest"][~IS_LONG].max() < times["fcfs"][~IS_LONG].max()
+    # Under ageing a long prompt overtakes what came 19.5 s after it, however much that is.
+    assert longest["ageing"] < times["fcfs"].max() + 19.5
+
+    urgent = ttft_under(priority)
+    is_urgent = np.array([arrival.priority == 0 for arrival in MIX])
+    assert urgent[is_urgent].mean() < mean["fcfs"] < urgent[~is_urgent].mean()
+    own = ttft_under(lambda arrival: -arrival.num_prompt_tokens)
+    assert own[IS_LONG].mean() < times["fcfs"][IS_LONG].mean()
+
+
+# ---- arrivals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_have_the_mean_of_the_rate_and_the_variance_of_the_burstiness(burstiness):
+    one = parse_lengths("1")
+    arrivals = generate_arrivals(20_000, 4.0, one, one, burstiness=burstiness)
+    gaps = np.diff([0.0, *(arrival.arrival_time for arrival in arrivals)]).tolist()
+    assert statistics.fmean(gaps) == pytest.approx(1 / 4, rel=0.05)
+    assert statistics.pvariance(gaps) == pytest.approx(1 / 4**2 / burstiness, rel=0.1)
+
+
+def test_lengths_follow_the_requested_distribution():
+    rng = random.Random(0)
+    assert {parse_lengths("7")(rng) for _ in range(9)} == {7}
+    assert {parse_lengths("2-5")(rng) for _ in range(200)} == {2, 3, 4, 5}
+    long_tailed = [parse_lengths("100~1")(rng) for _ in range(5000)]
+    assert statistics.median(long_tailed) == pytest.approx(100, rel=0.05)
+    assert statistics.fmean(long_tailed) == pytest.approx(100 * np.exp(0.5), rel=0.1)
+    assert 1 <= min(long_tailed) < 10
+    assert max(long_tailed) <= 2009
+    assert {parse_lengths("1~3")(rng) for _ in range(100)} > {1}
+
+
+@pytest.mark.parametrize("text", ["0", "5-2", "-3", "a", "100~", "0-4", "3~1~1", ""])
+def test_other_lengths_are_refused(text):
+    with pytest.raises(ValueError, match=r"LOW-HIGH"):
+        parse_lengths(text)
+
+
+def test_a_file_of_arrivals_is_read_in_order_of_time(tmp_path):
+    arrivals = random_arrivals(20, 1.0, num_prefixes=2, num_prefix_tokens=3)
+    path = tmp_path / "arrivals.jsonl"
+    path.write_text("".join(json.dumps(arrival._asdict()) + "\n" for arrival in reversed(arrivals)))
+    assert read_arrivals(str(path)) == arrivals
+
+
+GOOD = {"arrival_time": 0.0, "num_prompt_tokens": 3, "num_output_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Expecting"),
+        (b'{"arrival_time": "\xff"}', "utf-8"),
+        ("[1]", "mapping"),
+        (json.dumps({"arrival_time": 0.0}), "num_prompt_tokens"),
+        (json.dumps(GOOD | {"colour": 1}), "colour"),
+        (json.dumps(GOOD | {"num_prompt_tokens": 0}), "at least 1"),
+        (json.dumps(GOOD | {"num_output_tokens": 1.5}), "num_output_tokens must be an integer, got 1.5"),
+        (json.dumps(GOOD | {"arrival_time": -1}), "arrival_time"),
+        (json.dumps(GOOD | {"arrival_time": "1"}), "arrival_time"),
+        (json.dumps(GOOD | {"arrival_time": float("nan")}), "arrival_time"),
+        (json.dumps(GOOD | {"prefix": "a", "num_prefix_tokens": 4}), "must fit into the prompt, got 4"),
+        (json.dumps(GOOD | {"num_prefix_tokens": 2}), "needs a prefix"),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_number(tmp_path, line, message):
+    path = tmp_path / "arrivals.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()))
+    with pytest.raises(ValueError, match=f"line 2: .*{message}"):
+        read_arrivals(str(path))
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_lab(capsys):
+    def run(*arguments: str):
+        main(list(arguments))
+        return capsys.readouterr()
+
+    return run
+
+
+def test_the_command_compares_settings_row_by_row_and_draws(tmp_path, run_lab):
+    plot, flags = tmp_path / "lab.png", "--num-requests 60 --rate 40,80 --max-num-batched-tokens 128,512"
+    flags += f" --num-prefixes 2 --num-kv-blocks 200 --plot {plot}"
+    printed = run_lab(*flags.split()).out
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    names = ["40/s, budget 128", "40/s, budget 512", "80/s, budget 128", "80/s, budget 512"]
+    assert [row[0] for row in rows[2:]] == [f"| {name}" for name in names]
+    assert rows[0][1].startswith("TTFT")
+    assert len({tuple(row[1:]) for row in rows[2:]}) == 4  # each setup was served on its own
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_serves_a_file_with_the_costs_it_is_given(tmp_path, run_lab):
+    path = tmp_path / "arrivals.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n")
+    printed = run_lab("--trace", str(path), "--cost", "1,0.5,0.25")
+    assert "3.25 / 3.25 / 3.25" in printed.out  # 1 + 3 * 0.5 + 3 * 0.25
+    assert "2500.0 / 2500.0 / 2500.0" in printed.out  # 1 + 0.5 + 4 * 0.25
+    assert "1 requests, 2 steps" in printed.err
+
+
+def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatch):
+    calibrations = []
+    noted = lambda *given: calibrations.append(calibrate(*given)) or calibrations[0]  # noqa: E731
+    monkeypatch.setattr(lab_command, "calibrate", noted)
+    printed = run_lab("--fit", str(DEMO), "--fit-seconds", "0.05", "--num-requests", "5").out
+    costs = re.search(r"--cost (\S+)", printed)[1].split(",")
+    assert len(costs) == 3
+    assert float(costs[0]) > 0
+    measured, simulated = calibrations[0].measured, calibrations[0].simulated
+    assert calibrations[0].step_error > 0
+    assert measured.num_requests == simulated.num_requests >= 10
+    assert measured.num_output_tokens == simulated.num_output_tokens > 0
+    assert measured.busy_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "1,0"], "must be above 0, got 0"),
+        (["--rate", "x"], "could not convert"),
+        (["--scheduling-policy", "fcfs,fastest"], "got 'fastest'"),
+        (["--scheduling-policy", "ageing"], "ageing:SECONDS_PER_TOKEN"),
+        (["--max-num-batched-tokens", "0"], "must be at least 1, got 0"),
+        (["--prompt", "9-3"], "LOW must be at most HIGH"),
+        (["--cost", "1,2"], "three numbers"),
+        (["--cost", "0,1,1"], "the first above 0"),
+        (["--cost", "1,-1,1"], "three numbers"),
+        (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--fit", "model", "--cost", "1,1,1"], "not allowed with"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert message in capsys.readouterr().err

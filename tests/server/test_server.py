@@ -1,0 +1,952 @@
+"""The server, by real clients over real sockets. What it answers is what the offline engine answers."""
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, suppress
+from copy import copy
+from dataclasses import fields
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+import nanoengine
+from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from nanoengine.server import process as server
+from nanoengine.server.app import make_app
+from nanoengine.server.openai_api import ChatRequest, to_json
+from nanoengine.server.process import make_parser
+from nanoengine.server.service import Service, names_of
+from tests.helpers import DEMO, failing_calls
+from tests.serving import (
+    COMMON,
+    TIMEOUT,
+    connected,
+    held_command,
+    held_steps,
+    http,
+    is_empty,
+    num_running,
+    paced_steps,
+    post,
+    post_in_bytes,
+    served,
+    threads_of_checks,
+    wait_until,
+)
+
+SETTINGS = {"num_kv_blocks": 200, "max_num_seqs": 16}
+QUESTION = [{"role": "user", "content": "What is 27 + 58?"}]
+PROMPTS = ["The brave sailor found", "2 3 5 7 11", "Spell the word attention backwards.", "zzz"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(DEMO, **SETTINGS) as llm:
+        yield llm
+
+
+def test_a_prompt_is_tokenized_and_checked_once_in_a_thread_of_the_service(client, service, monkeypatch):
+    threads = threads_of_checks(monkeypatch, service.engine.llm_engine.checker)
+    for prompt, num_tokenized in (("Hello", 1), ([5, 6], 0), (["Hello", "you"], 2)):
+        client.completions.create(model="demo", prompt=prompt, max_tokens=2)
+        assert len(threads["tokenized"]) == num_tokenized
+        assert len(threads["checked"]) == max(1, num_tokenized)
+        for thread in threads["tokenized"] + threads["checked"]:
+            assert thread.name.startswith("ThreadPoolExecutor")
+        threads |= {"tokenized": [], "checked": []}
+    client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
+    assert list(map(len, threads.values())) == [1, 1]
+
+
+WITH_IDS = {"return_token_ids": True}
+
+
+def stream_lines(response):
+    return (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
+
+
+def streamed(url, path, **asked):
+    """Return the pieces of a streamed answer."""
+    with http.stream("POST", f"{url}/v1/{path}", json=asked) as answer:
+        return list(stream_lines(answer))
+
+
+# ---- answers are the offline engine's ----
+
+
+@pytest.mark.parametrize("kind", ["text", "texts", "ids", "several ids"])
+def test_every_kind_of_prompt_gets_the_offline_answer(kind, client, llm):
+    tokenizer = llm.get_tokenizer()
+    prompts = PROMPTS if kind in ("texts", "several ids") else PROMPTS[:1]
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    prompt: object = prompts if kind == "texts" else prompts[0]
+    if "ids" in kind:
+        prompt = [tokenizer(text).input_ids for text in prompts]
+        prompt = prompt if kind == "several ids" else prompt[0]
+    asked = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 12}
+    answer = client.completions.create(**asked, extra_body=WITH_IDS)
+    assert [choice.text for choice in answer.choices] == [output.outputs[0].text for output in expected]
+    assert [choice.token_ids for choice in answer.choices] == [out.outputs[0].token_ids for out in expected]
+    assert [c.finish_reason for c in answer.choices] == [out.outputs[0].finish_reason for out in expected]
+    assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in expected)
+    assert answer.usage.completion_tokens == sum(len(output.outputs[0].token_ids) for output in expected)
+    assert (answer.object, answer.model) == ("text_completion", "demo")
+
+
+@pytest.mark.parametrize("content", ["What is 27 + 58?", [{"type": "text", "text": "What is 27 + 58?"}]])
+def test_a_chat_gets_the_offline_answer(content, client, llm):
+    messages = [{"role": "user", "content": content}]
+    expected = llm.chat(messages, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)[0]
+    asked = {"model": "demo", "messages": messages, "temperature": 0}
+    answer = client.chat.completions.create(**asked, extra_body=WITH_IDS)
+    assert answer.choices[0].message.content == expected.outputs[0].text == "27 + 58 = 85"
+    assert answer.choices[0].token_ids == expected.outputs[0].token_ids
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == len(expected.prompt_token_ids) + len(expected.outputs[0].token_ids)
+
+
+def test_the_pieces_of_a_stream_make_up_the_whole_answer(client):
+    asked = {"model": "demo", "prompt": PROMPTS, "max_tokens": 12, "n": 2, "seed": 5, "extra_body": WITH_IDS}
+    whole = client.completions.create(**asked)
+    pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert not any(piece.usage for piece in pieces[:-1])  # unless continuous_usage_stats is set
+    assert pieces[-1].choices == []
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert pieces[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert len({piece.id for piece in pieces}) == 1
+    for choice in whole.choices:
+        own = [piece.choices[0] for piece in pieces[:-1] if piece.choices[0].index == choice.index]
+        assert "".join(piece.text for piece in own) == choice.text
+        assert [token for piece in own for token in piece.token_ids] == choice.token_ids
+        assert [piece.finish_reason for piece in own if piece.finish_reason] == [choice.finish_reason]
+        assert own[-1].finish_reason is not None
+        assert own[0].prompt_token_ids == choice.prompt_token_ids
+        assert [piece.prompt_token_ids for piece in own[1:]] == [None] * (len(own) - 1)
+    assert len(whole.choices) == 8
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_continuous_usage_is_in_every_chunk(path, url):
+    asked = {"prompt": "a b c"} if path == "completions" else {"messages": QUESTION}
+    asked |= {"max_tokens": 9, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = streamed(url, path, **asked, stream_options=options)
+    counts = [piece["usage"]["completion_tokens"] for piece in pieces]
+    assert counts == list(itertools.accumulate(len(piece["choices"][0]["token_ids"]) for piece in pieces))
+    assert (last["choices"], last["usage"], counts[-1]) == ([], pieces[-1]["usage"], 9)
+    options["include_usage"] = False
+    assert not [piece for piece in streamed(url, path, **asked, stream_options=options) if "usage" in piece]
+
+
+def test_logprobs_can_name_tokens_by_their_ids(url):
+    asked = {"max_tokens": 4, "temperature": 0, **WITH_IDS, "return_tokens_as_token_ids": True}
+    (choice,) = post(url, **asked, prompt="a b", echo=True, logprobs=2)["choices"]
+    names = [f"token_id:{one}" for one in choice["prompt_token_ids"] + choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    assert all(x in top for x, top in zip(names[1:], choice["logprobs"]["top_logprobs"][1:], strict=True))
+    assert all(key.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"][1:] for key in top)
+    asked |= {"messages": QUESTION, "logprobs": True, "top_logprobs": 2}
+    (choice,) = post(url, "chat/completions", **asked)["choices"]
+    for token_id, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{token_id}"
+
+
+def test_request_ids_truncated_prompts_and_empty_messages_are_supported(url, service):
+    def choice(path="completions", **asked):
+        return post(url, path, max_tokens=3, temperature=0, **WITH_IDS, **asked)["choices"][0]
+
+    ids = service.checkpoint.tokenizer("2 3 5 7 11").input_ids
+    assert post(url, prompt="a", request_id="mine")["id"] == "cmpl-mine"
+    cut = choice(prompt="2 3 5 7 11", truncate_prompt_tokens=4, echo=True)
+    assert cut["prompt_token_ids"] == ids[-4:]
+    assert cut["token_ids"] == choice(prompt=ids[-4:])["token_ids"]
+    assert cut["text"].startswith(service.checkpoint.tokenizer.decode(ids[-4:]))
+    truncated = choice(prompt=ids * 400, truncate_prompt_tokens=-1)
+    assert truncated["prompt_token_ids"] == (ids * 400)[-1021:]  # of 1024, less max_tokens
+    null, empty = ([QUESTION[0], {"role": "assistant", "content": content}] for content in (None, ""))
+    assert choice("chat/completions", messages=null) == choice("chat/completions", messages=empty)
+
+
+@pytest.mark.parametrize("adds", [None, False, True])
+def test_add_special_tokens_decides_about_special_tokens(adds, url, service, monkeypatch):
+    """The tokenizer is changed to add a special token, which the bundled model's does not."""
+    tokenizer = service.checkpoint.tokenizer
+    template = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 433)])
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", template)
+    try:
+        asked = {"max_tokens": 1, **WITH_IDS, "add_special_tokens": adds}
+        text = post(url, **asked, prompt="a")["choices"][0]
+        chat = post(url, "chat/completions", **asked, messages=QUESTION)["choices"][0]
+    finally:
+        monkeypatch.undo()
+    assert (text["prompt_token_ids"][0] == 433) == (adds is not False)
+    assert (chat["prompt_token_ids"][0] == 433) == (adds is True)
+
+
+def test_the_server_describes_itself_and_allowed_origins_may_call_it(llm):
+    engine = AsyncLLM("demo", num_kv_blocks=20)
+    template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    with served(engine, origins=["https://a.example"], chat_template=template, api_key="k") as (url, _):
+        assert http.get(f"{url}/ping").status_code == http.post(f"{url}/ping").status_code == 200
+        assert http.get(f"{url}/version").status_code == 401
+        key = {"Authorization": "Bearer k"}
+        assert http.get(f"{url}/version", headers=key).json() == {"version": nanoengine.__version__}
+        info = http.get(f"{url}/server_info", headers=key).json()
+        assert (info["model"], "Qwen3ForCausalLM" in info["engine"]) == ("demo", True)
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            asked["Access-Control-Request-Headers"] = "authorization,content-type"
+            first = http.options(f"{url}/v1/completions", headers=asked)
+            second = http.get(f"{url}/v1/models", headers=key | {"Origin": origin})
+            for answer in (first, second):
+                assert answer.headers.get("access-control-allow-origin") == allowed
+        written = http.post(f"{url}/tokenize", json={"messages": QUESTION}, headers=key).json()["tokens"]
+        assert llm.get_tokenizer().decode(written) == "What is 27 + 58?|"
+    with pytest.raises(ValueError, match=r"chat_template must be a file or a template, got '/no/where'"):
+        Service(engine, chat_template="/no/where")
+    with pytest.raises(ValueError, match="api_key must not be empty"):
+        Service(None, api_key="")
+
+
+def test_a_stream_is_the_same_over_each_version_of_http_and_under_another_server(url, service):
+    """Only with HTTP/1.1 and our server, its pieces are written past ASGI, in chunks."""
+    asked = {"prompt": "a b c", "max_tokens": 9, "temperature": 0, "stream": True, "request_id": "r"}
+    asked["ignore_eos"] = True
+
+    async def under_another_server():
+        transport = httpx.ASGITransport(make_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return (await client.post("/v1/completions", json=asked)).content
+
+    def without_time(text):
+        return re.sub(rb'"created":\d+', b"", text)
+
+    request = post_in_bytes("/v1/completions", json.dumps(asked).encode())
+    with paced_steps(service.engine), connected(url) as client:
+        expected = without_time(http.post(f"{url}/v1/completions", json=asked).content)
+        assert expected.count(b"data: {") == 9
+        client.sendall(request.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+        assert without_time(answer.partition(b"\r\n\r\n")[2]) == expected
+        assert without_time(asyncio.run(under_another_server())) == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"seed": 1, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
+        {"seed": 2, "n": 3, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+        {"temperature": 0, "stop": ["a", "e"], "include_stop_str_in_output": True},
+        {"temperature": 0, "stop": "o", "min_tokens": 5},
+        {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False, "max_tokens": 40},
+        {"temperature": 0, "stop_token_ids": [3, 4, 5], "bad_words": ["the"]},
+        {"temperature": 0, "logit_bias": {5: 50.0}, "min_tokens": 3},
+        {"temperature": 0, "allowed_token_ids": [5, 6, 7]},
+    ],
+)
+def test_sampling_parameters_mean_the_same_as_offline(params, url, llm):
+    params = {"max_tokens": 20, **params}
+    (expected,) = llm.generate(PROMPTS[0], SamplingParams(**params), use_tqdm=False)
+    choices = post(url, prompt=PROMPTS[0], **WITH_IDS, **params)["choices"]
+    for choice, output in zip(choices, expected.outputs, strict=True):
+        for name in ("token_ids", "text", "stop_reason"):
+            assert choice[name] == getattr(output, name)
+
+
+def test_a_second_question_with_the_same_beginning_reports_cached_tokens(client):
+    text = "a b c d e f g h i j k l m n o p q r s t " * 4
+    for cached in (False, True):
+        answer = client.completions.create(model="demo", prompt=text, max_tokens=1)
+        assert (answer.usage.prompt_tokens_details.cached_tokens > 0) == cached
+
+
+def test_the_guide_s_examples_print_what_it_shows(url):
+    section = (Path(__file__).parents[2] / "docs" / "guide" / "serving.md").read_text()
+    _, curl, answer, script, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+
+    def run(*command):
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+
+    got = json.loads(run("bash", "-c", curl.replace("http://127.0.0.1:8000", url)).stdout)
+    shown = json.loads(answer)
+    for one in (got, shown):
+        del one["id"], one["created"], one["usage"]["prompt_tokens_details"]  # of those before
+    assert got == shown
+    done = run(sys.executable, "-c", script.replace("http://127.0.0.1:8000", url))
+    text, error = printed.splitlines()
+    # Tokens that come faster than a piece is sent go into one piece.
+    assert done.stdout.replace("|", "") == text.replace("|", "")
+    assert done.stderr.splitlines()[-1] == error
+
+
+# ---- log-probabilities, in each API's shape ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_shows_the_prompt_and_its_logprobs_before_the_answer(stream, client, llm):
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=3)
+    expected = llm.generate(PROMPTS[1], params, use_tqdm=False)[0]
+    asked = {"prompt": PROMPTS[1], "temperature": 0, "max_tokens": 4, "logprobs": 3, "echo": True}
+    answer = client.completions.create(model="demo", **asked, stream=stream)
+    choices = [piece.choices[0] for piece in answer] if stream else answer.choices
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    values = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    tops = [top for choice in choices for top in choice.logprobs.top_logprobs]
+    assert "".join(choice.text for choice in choices) == PROMPTS[1] + expected.outputs[0].text
+    ids = expected.prompt_token_ids
+    theirs = [entry[i].logprob for entry, i in zip(expected.prompt_logprobs[1:], ids[1:], strict=True)]
+    sampled = zip(expected.outputs[0].logprobs, expected.outputs[0].token_ids, strict=True)
+    assert values[0] is None
+    assert values[1:] == pytest.approx([*theirs, *(entry[i].logprob for entry, i in sampled)], abs=1e-4)
+    for top, entry in zip(tops[len(ids) :], expected.outputs[0].logprobs, strict=True):
+        assert top == pytest.approx({one.decoded_token: one.logprob for one in entry.values()}, abs=1e-4)
+    assert "".join(tokens[: len(ids)]) == PROMPTS[1]
+    assert offsets == [sum(map(len, tokens[:count])) for count in range(len(tokens))]
+
+
+def test_a_prompt_alone_can_be_scored(url, llm):
+    ids = llm.get_tokenizer()(PROMPTS[1]).input_ids
+    answer = post(url, prompt=ids, max_tokens=0, logprobs=1, echo=True)
+    (choice,) = answer["choices"]
+    assert (choice["text"], len(choice["logprobs"]["tokens"])) == (PROMPTS[1], len(ids))
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("alternatives", [0, 2])
+def test_a_chat_s_logprobs_have_tokens_bytes_and_alternatives(alternatives, stream, client, llm):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2)
+    expected = llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0]
+    asked = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_completion_tokens": 5}
+    asked |= {"logprobs": True, "top_logprobs": alternatives or None}
+    answer = client.chat.completions.create(**asked, stream=stream)
+    choices = [piece.choices[0] for piece in answer] if stream else answer.choices
+    content = [token for choice in choices for token in choice.logprobs.content]
+    for token, entry, token_id in zip(content, expected.logprobs, expected.token_ids, strict=True):
+        assert token.token == entry[token_id].decoded_token
+        assert token.logprob == pytest.approx(entry[token_id].logprob, abs=1e-4)
+        assert bytes(token.bytes).decode() == token.token
+        best = sorted(entry.values(), key=lambda one: one.rank)[:alternatives]
+        assert [one.token for one in token.top_logprobs] == [one.decoded_token for one in best]
+
+
+def test_prompt_logprobs_have_vllm_s_shape(url, llm):
+    asked = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 2}
+    expected = llm.generate(PROMPTS[1], SamplingParams(**asked), use_tqdm=False)[0].prompt_logprobs
+    found = post(url, prompt=PROMPTS[1], **asked)["choices"][0]["prompt_logprobs"]
+    assert found[0] is None
+    assert [set(entry) for entry in found[1:]] == [set(map(str, entry)) for entry in expected[1:]]
+    assert set(next(iter(found[1].values()))) == {"logprob", "rank", "decoded_token"}
+
+
+# ---- what is refused, and what means off ----
+
+IMAGE = [{"type": "image_url", "image_url": {}}]
+
+
+def said(content):
+    return [{"role": "user", "content": content}]
+
+
+BAD_VALUES: dict[str, list] = {
+    "temperature": ["hot", float("nan")],
+    "n": [10**400],
+    "max_tokens": [0, 2.5],
+    "logprobs": [21, -1, True],
+    "prompt_logprobs": [1000],
+    "stop": [["a"] * 65],
+    "logit_bias": [3, *({x: 1} for x in ("x", "٣", "-1", "9" * 5000, "99999")), {"5": 1, "05": 2}],
+    "truncate_prompt_tokens": [0, -2, 1.5],
+    "stream": ["yes"],
+    "stream_options": [{"include_usage": True}],
+    "priority": [1],
+    "prompt": ["", [], None, [10**9], [1, "a"], [[1], []], "\ud800", "word " * 3000, ["a"] * 2000],
+    **{name: [1] for name in ("temprature", "output_kind", "suffix")},
+    "tools": [[{}]],
+    "structured_outputs": [5],
+    "messages": [[], "hello", ["hello"], [{"content": "hello"}], *map(said, (5, IMAGE, "word " * 3000))],
+}
+REFUSED = [
+    *(({name: value}, name) for name, values in BAD_VALUES.items() for value in values),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"allowed_token_ids": [64], "bad_words": ["a"]}, "min_tokens"),
+    ({"stream": True, "stream_options": {"x": True}}, "stream_options"),
+    ({"messages": QUESTION, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": QUESTION, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": QUESTION, "logprobs": 1}, "logprobs"),
+    ({"messages": QUESTION, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": QUESTION, "request_id": "x" * 201}, "request_id"),
+    ({"messages": QUESTION, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    ({"messages": QUESTION, "echo": True}, "echo"),
+    ({"messages": QUESTION, "reasoning_effort": 5}, "reasoning_effort"),
+]
+
+
+@pytest.mark.parametrize(("changes", "param"), REFUSED, ids=[f"{i}-{r[1]}" for i, r in enumerate(REFUSED)])
+def test_a_bad_request_is_refused_by_its_field(changes, param, url):
+    is_chat = "messages" in changes
+    body = json.dumps({"max_tokens": 1, **({} if is_chat else {"prompt": "a"}), **changes})
+    path = "chat/completions" if is_chat else "completions"
+    answer = http.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert is_chat or param in error["message"]
+    assert len(error["message"]) <= 1000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_structured_outputs_that_conflict_with_bans_are_refused(stream, url):
+    asked = {"prompt": "a", "structured_outputs": {"regex": "c[ab]{5}"}, "bad_words": ["a", "b"]}
+    answer = http.post(f"{url}/v1/completions", json={**asked, "stream": stream})
+    assert answer.status_code == (200 if stream else 400)  # a stream has begun
+    error = json.loads(answer.text.split("data: ")[-2])["error"] if stream else answer.json()["error"]
+    assert (error["param"], error["type"]) == ("structured_outputs", "invalid_request_error")
+    assert "bad_words" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"nul", b"\xff\xfe", b"[" * 10**5, b'{"prompt": 1e999}', b"9" * 10_000]
+)
+def test_a_malformed_body_is_a_bad_request(body, url):
+    answer = http.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_lone_surrogate_becomes_a_json_escape():
+    assert to_json({"text": "é\ud800"}) == '{"text":"é\\ud800"}'.encode()
+    assert json.loads(to_json("\ud800")) == "\ud800"
+
+
+def test_the_openai_package_raises_its_own_errors(client, url):
+    with pytest.raises(openai.BadRequestError, match="temperature must be a number"):
+        client.completions.create(model="demo", prompt="a", temperature=-3)
+    with pytest.raises(openai.NotFoundError, match="does not exist") as caught:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="max_model_len is 1024"):
+        client.completions.create(model="demo", prompt=[5] * 1024, stream=True)
+    refused = http.post(f"{url}/v1/nothing", json={}).json()["error"]["message"]
+    assert refused.startswith("/v1/nothing does not exist; the paths are /")
+    assert "/v1/chat/completions" in refused
+    wrong = http.get(f"{url}/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    answer = http.post(f"{url}/v1/completions", content=b"a=b")
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+# ---- the other endpoints ----
+
+
+def test_the_models_route_lists_the_served_model(client):
+    (model,) = client.models.list()
+    assert (model.id, model.max_model_len) == ("demo", 1024)
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_a_file_or_directory_is_served_under_its_name_and_its_path(tmp_path, url, monkeypatch, service):
+    file = tmp_path / "Tiny.Q4_1.gguf"
+    file.touch()
+    assert names_of(str(file)) == ["Tiny.Q4_1", str(file)]
+    monkeypatch.setattr(service, "names", names_of(str(tmp_path)))
+    assert service.names == [tmp_path.name, str(tmp_path)]
+    for name, status in ((str(tmp_path), 200), (tmp_path.name, 200), ("demo", 404)):
+        assert http.get(f"{url}/v1/models/{name}").status_code == status
+
+
+def test_reasoning_effort_is_a_variable_of_the_template(llm):
+    tokenizer = copy(llm.get_tokenizer())
+    for template in ("{{ reasoning_effort }}", "a"):
+        tokenizer.chat_template = template
+        for asked, expected in (("low", "low"), (None, ""), ("none", "")):
+            request = ChatRequest(messages=QUESTION, reasoning_effort=asked)
+            assert request.render(tokenizer)["prompt"] == (expected if template != "a" else "a")
+
+
+def test_max_tokens_beyond_max_model_len_are_clamped(url):
+    answer = post(url, prompt=[64] * 1000, max_tokens=10**6, ignore_eos=True)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == 1024
+
+
+def test_the_load_is_logged_while_something_runs(url, service, monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", lambda text, *x: lines.append(text % x))
+    service.server.report()
+    lines.clear()
+    service.server.report()
+    assert lines == []
+    with held_steps(service.engine) as steps, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, url, prompt="a b c", max_tokens=9)
+        wait_until(lambda: steps.is_held)
+        monkeypatch.setattr(server, "REPORT_SECONDS", 0)
+        wait_until(lambda: lines)
+        monkeypatch.undo()
+        steps.permit()
+        answer.result()
+    assert "tokens/s, 1 running, 0 waiting, KV cache 0.5% in use" in lines[0]
+
+
+def test_tokenize_and_detokenize_are_the_tokenizer_s(url, llm):
+    tokenizer = llm.get_tokenizer()
+    answer = http.post(f"{url}/tokenize", json={"prompt": "Hello there", "return_token_strs": True}).json()
+    ids = tokenizer("Hello there").input_ids
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 1024)
+    assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    assert http.post(f"{url}/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello there"}
+    chat = http.post(f"{url}/tokenize", json={"messages": QUESTION}).json()
+    assert chat["tokens"] == llm.render_chat(QUESTION)[0]["prompt_token_ids"]
+    half = http.post(
+        f"{url}/tokenize", content=b'{"prompt": "a\\ud800"}', headers={"content-type": "application/json"}
+    )
+    assert half.json()["error"]["message"].startswith("prompt must be valid Unicode")
+    for path, body in ("tokenize", {}), ("detokenize", {"tokens": [-1]}), ("detokenize", {"tokens": [10**9]}):
+        assert http.post(f"{url}/{path}", json=body).status_code == 400
+
+
+def test_metrics_are_in_the_format_of_prometheus(client, url, service):
+    before = {family.name: family for family in families(url)}
+    client.completions.create(model="demo", prompt="abc", max_tokens=7, extra_body={"ignore_eos": True})
+    after = {family.name: family for family in families(url)}
+
+    def grew(name, sample, **labels):
+        old, new = (
+            next(x.value for x in found[f"vllm:{name}"].samples
+                 if x.name == f"vllm:{name}{sample}" and labels.items() <= x.labels.items())
+            for found in (before, after)
+        )  # fmt: skip
+        return new - old
+
+    assert (grew("generation_tokens", "_total"), grew("prompt_tokens", "_total")) == (7, 3)
+    assert grew("request_success", "_total", finished_reason="length") == 1
+    assert grew("inter_token_latency_seconds", "_bucket", le="+Inf") == 6
+    names = "inter_token_latency", "time_to_first_token", "e2e_request_latency"
+    assert [grew(f"{name}_seconds", "_count") for name in names] == [6, 1, 1]
+    assert 0 < grew("inter_token_latency_seconds", "_sum") < grew("e2e_request_latency_seconds", "_sum")
+    assert grew("num_requests_running", "") == 0
+    names = {metric.name for metric in service.engine.llm_engine.get_metrics()}
+    assert names == set(after)
+    assert {one.labels["model_name"] for family in after.values() for one in family.samples} == {"demo"}
+
+
+def test_metrics_count_accepted_draft_tokens_by_position():
+    drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}
+    with served(AsyncLLM("demo", num_kv_blocks=20, speculative_config=drafting)) as (url, _):
+        post(url, prompt="1 2 1 2 1 2", max_tokens=20, temperature=0)
+        found = {family.name: family.samples for family in families(url)}
+    by_position = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert [one.labels["position"] for one in by_position] == ["0", "1"]
+    (total,) = found["vllm:spec_decode_num_accepted_tokens"]
+    assert sum(one.value for one in by_position) == total.value
+
+
+def families(url):
+    return list(text_string_to_metric_families(http.get(f"{url}/metrics").text))
+
+
+# ---- clients that go away, wait, or are too many ----
+
+
+ENDLESS = {"prompt": ["a b c", "d e f"], "max_tokens": 900, "ignore_eos": True, "n": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_frees_its_blocks_within_a_step(stream, url, service, caplog):
+    caplog.set_level(logging.INFO, "nanoengine.requests")
+    with held_steps(service.engine) as steps:
+        asked = json.dumps({**ENDLESS, "stream": stream}).encode()
+        with connected(url) as client:
+            client.sendall(post_in_bytes("/v1/completions", asked))
+            steps.permit_until(lambda: num_running(service) == 4)
+        wait_until(lambda: service.num_samples == 0)
+        begun = steps.num_begun
+        steps.permit()
+        wait_until(lambda: is_empty(service))
+        assert steps.num_begun == begun  # none after the one that ran when the socket closed
+    line = json.loads(caplog.records[-1].message)
+    assert line["disconnected"]
+    assert line["status"] == (200 if stream else None)
+
+
+def test_a_reader_that_stops_reading_is_disconnected(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "nanoengine.requests")
+    asked = json.dumps({**ENDLESS, "max_tokens": 100, "logprobs": 20, "stream": True}).encode()
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, service), socket.socket() as client:
+        # The response fills these buffers and the server's own buffer of 64 KiB.
+        service.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        with held_steps(service.engine) as steps:
+            client.sendall(post_in_bytes("/v1/completions", asked))
+            wait_until(lambda: steps.is_held)
+            monkeypatch.setattr("nanoengine.server.connections.CLIENT_SECONDS", 0.5)
+        wait_until(lambda: service.num_samples == 0 and caplog.records)
+        assert json.loads(caplog.records[-1].message)["disconnected"]  # though its connection is open
+        wait_until(lambda: is_empty(service))
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """Yield a server with a key, little room in its queue, and small bodies."""
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=100, max_num_seqs=2)
+    with served(engine, api_key="gehéim", max_waiting=1, max_body_bytes=1000) as (url, service):
+        yield url, service
+
+
+KEY = {"Authorization": "Bearer gehéim".encode()}
+
+
+def test_requests_beyond_max_waiting_get_503_with_retry_after(guarded):
+    url, service = guarded
+    asked = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    with httpx.Client(headers=KEY, timeout=TIMEOUT) as client:
+        with (
+            held_steps(service.engine),
+            client.stream("POST", f"{url}/v1/completions", json={**asked, "n": 3, "stream": True}) as first,
+        ):
+            assert first.status_code == 200
+            refused = client.post(f"{url}/v1/completions", json=asked)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["type"] == "server_error"
+        wait_until(lambda: service.num_samples == 0)
+        assert client.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
+        # A request that can never be served gets 400 instead.
+        assert client.post(f"{url}/v1/completions", json={"prompt": "a", "n": 4}).status_code == 400
+
+
+def test_a_lower_priority_number_is_answered_first():
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=50, max_num_seqs=1, scheduling_policy="priority")
+    asked = {"prompt": "a", "max_tokens": 8, "ignore_eos": True}
+    with served(engine) as (url, service), ThreadPoolExecutor(4) as pool, held_steps(service.engine) as steps:
+        answers = []
+        for num_waiting, priority in enumerate((0, 7, 3, 5)):  # the first is in its step, the others wait
+            body = asked | {"priority": priority}
+            answers.append(pool.submit(http.post, f"{url}/v1/completions", json=body))
+            wait_until(lambda num=num_waiting: steps.is_held and engine._commands.qsize() == num)
+        steps.permit()
+        assert [answer.result().status_code for answer in answers] == [200] * 4
+    assert [*dict.fromkeys(steps.priorities)] == [0, 3, 5, 7]
+
+
+@pytest.mark.parametrize("key", [b"", b"Bearer", b"Bearer x", b"Bearer gehim", b"Basic gehim", b"\xff\xfe"])
+def test_only_the_page_and_health_need_no_key(key, guarded):
+    url, _ = guarded
+    headers = {"Authorization": key}
+    for path in ("/v1/models", "/metrics", "/nothing"):
+        answer = http.get(url + path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert http.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 401
+    assert http.get(f"{url}/health", headers=headers).status_code == 200
+    assert http.get(url, headers=headers).status_code == 200
+    assert http.get(f"{url}/v1/models", headers=KEY).status_code == 200
+
+
+KEY_LINE, OTHER_LINE = b"Authorization: Bearer geh\xc3\xa9im\r\n", b"Authorization: Bearer x\r\n"
+HALVES = b"Authorization: Bearer \r\nAuthorization: geh\xc3\xa9im\r\n"
+
+
+@pytest.mark.parametrize(
+    ("headers", "trailer"),
+    [(KEY_LINE + OTHER_LINE, b""), (OTHER_LINE + KEY_LINE, b""), (HALVES, b""), (b"", KEY_LINE)],
+    ids=["first of two", "last of two", "halves", "trailer"],
+)
+def test_a_key_in_one_of_two_headers_or_in_a_trailer_is_refused(headers, trailer, guarded):
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    chunks = b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailer)
+    assert answered(guarded[0], head + headers + b"\r\n" + chunks).startswith(b"HTTP/1.1 401 ")
+
+
+def answered(url, content):
+    """Send bytes, and return everything that the server answers."""
+    with connected(url) as client:
+        client.sendall(content)
+        client.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+@pytest.mark.parametrize("header", [b"a: " + b"b" * 2**17, b"a: b\r\n" * 2**15], ids=["long", "many"])
+@pytest.mark.parametrize("where", ["before the body", "after it"])
+def test_endless_headers_are_refused_before_the_key_is_checked(header, where, guarded):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    if where == "after it":
+        head += b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
+    with connected(guarded[0]) as client:
+        client.sendall(head)
+        try:
+            for _ in range(100):  # 13 MB and more, were they all read
+                client.sendall(header)
+            answer = client.recv(65536)
+        except ConnectionError:  # closed with some of it unread
+            return
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    usual = {**KEY, "a": "b" * 32_000}
+    assert http.get(f"{guarded[0]}/v1/models", headers=usual).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [(b"", b""), (b"", b"GET /health HTTP/1.1\r\n"), (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"G")],
+)
+def test_a_connection_whose_headers_are_never_complete_is_closed(whole, part, monkeypatch):
+    def time_out():
+        monkeypatch.setattr("nanoengine.server.connections.CLIENT_SECONDS", 0.2)
+
+    if not whole:
+        time_out()
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, _), connected(url) as client:
+        if whole:
+            client.sendall(whole)
+            answer = client.recv(65536)
+            while not answer.endswith(b"\r\n\r\n"):  # it has no body
+                answer += client.recv(65536)
+            time_out()
+        with suppress(ConnectionError):  # closed before the part was sent
+            client.sendall(part)
+            assert client.recv(65536) == b""
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_that_is_too_large_is_refused(is_chunked, guarded):
+    url, _ = guarded
+
+    def chunks():
+        for _ in range(100):
+            yield b" " * 10_000
+
+    content = chunks() if is_chunked else b" " * 1_000_000
+    headers = {"content-type": "application/json", **KEY}
+    answer = http.post(f"{url}/v1/completions", content=content, headers=headers)
+    assert (answer.status_code, "at most 1000" in answer.json()["error"]["message"]) == (413, True)
+    exact = json.dumps({"prompt": "a", "max_tokens": 1}).ljust(1000)
+    assert http.post(f"{url}/v1/completions", content=exact, headers=headers).status_code == 200
+    assert http.post(f"{url}/v1/completions", content=exact + " ", headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize("what", ["texts", "grammars"])
+def test_slow_checks_delay_no_other_request_and_end_with_their_clients(what, url, service, monkeypatch):
+    begun, may_end = [], threading.Event()
+    if what == "texts":
+        owner, name, pool, num_threads = PreTrainedTokenizerFast, "__call__", service.long_checks, 1
+    else:
+        owner, name = service.engine.llm_engine._grammars, "compile"
+        pool, num_threads = service.grammar_checks, 2
+    check = getattr(owner, name)
+
+    def slowly(*asked, **settings):
+        if what == "grammars" or len(asked[1]) > 10**5:
+            begun.append(asked)
+            assert may_end.wait(TIMEOUT)
+        return check(*asked, **settings)
+
+    monkeypatch.setattr(owner, name, slowly)
+    with ExitStack() as clients:
+        for i in range(num_threads + 4):
+            body = {"prompt": "a" * 10**6}
+            if what == "grammars":
+                body = {"prompt": "a", "structured_outputs": {"regex": f"{i}"}}
+            path = "/tokenize" if what == "texts" else "/v1/completions"
+            sent = post_in_bytes(path, json.dumps(body).encode())
+            clients.enter_context(connected(url)).sendall(sent)
+        wait_until(lambda: len(begun) == num_threads and pool._work_queue.qsize() == 4)
+        assert http.post(f"{url}/tokenize", json={"prompt": "a"}).json()["count"] == 1
+        assert http.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
+    wait_until(lambda: not service.server.server_state.tasks)
+    may_end.set()
+    pool.submit(int).result(TIMEOUT)
+    assert len(begun) == num_threads
+
+
+def test_a_log_line_describes_the_request_without_its_contents(client, url, caplog):
+    caplog.set_level(logging.INFO, "nanoengine.requests")
+    start = time.monotonic()
+    answer = client.completions.with_raw_response.create(model="demo", prompt="SECRET", max_tokens=3, n=2)
+    for body in ({"prompt": "SECRET", "n": 0}, {"prompt": "SECRET", "SECRET": 1}):
+        assert http.post(f"{url}/v1/completions", json=body).status_code == 400
+    wait_until(lambda: len(caplog.records) == 3)
+    elapsed = time.monotonic() - start
+    lines = [json.loads(record.message) for record in caplog.records]
+    # The line of an answer may come after the next request.
+    first, second, third = sorted(lines, key=lambda line: line["status"])
+    assert first["id"] == answer.headers["x-request-id"]
+    assert answer.parse().id == f"cmpl-{first['id']}"
+    assert (first["path"], first["status"], first["samples"]) == ("/v1/completions", 200, 2)
+    assert first["completion_tokens"] == answer.parse().usage.completion_tokens
+    assert 0 < first["first_output_seconds"] <= first["seconds"] <= elapsed
+    assert {(one["status"], one["error"]) for one in (second, third)} == {(400, "invalid_request")}
+    assert not any("SECRET" in record.message for record in caplog.records)
+
+
+# ---- faults ----
+
+
+def test_a_step_that_fails_twice_is_an_error_and_the_server_goes_on(client, service, caplog):
+    asked = {"model": "demo", "prompt": "a b c", "temperature": 0, "max_tokens": 5}
+    runner = service.engine.llm_engine.runner
+    expected = client.completions.create(**asked).choices[0].text
+    with (
+        failing_calls(runner, "launch", range(2)),
+        pytest.raises(openai.InternalServerError, match="two steps failed while computing it") as caught,
+    ):
+        client.completions.create(**asked)
+    assert caught.value.status_code == 500
+    assert "flaky" not in str(caught.value)
+    assert caplog.text.count("RuntimeError: flaky") == 2
+    with failing_calls(runner, "launch", range(2)), pytest.raises(openai.APIError, match="could not compute"):
+        list(client.completions.create(**asked, stream=True))
+    with failing_calls(runner, "launch", range(1)):
+        assert client.completions.create(**asked).choices[0].text == expected
+    assert client.completions.create(**asked).choices[0].text == expected
+
+
+def test_a_bug_in_the_server_shows_no_stack_trace(url, service, monkeypatch, caplog):
+    monkeypatch.setattr(service, "check", lambda *_: 1 / 0)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    answer = http.post(f"{url}/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the server failed")
+    wait_until(lambda: "ZeroDivisionError" in caplog.text)
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread")
+def test_a_dead_engine_answers_waiting_requests_and_is_not_healthy(monkeypatch):
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=20)
+    with served(engine) as (url, service), ThreadPoolExecutor(1) as pool, held_steps(service.engine) as steps:
+        assert http.get(f"{url}/health").status_code == 200
+        answer = pool.submit(http.post, f"{url}/v1/completions", json={**ENDLESS, "max_tokens": 300})
+        wait_until(lambda: steps.is_held)
+        monkeypatch.setattr(engine, "_step", None)
+        steps.permit()
+        assert answer.result().status_code == 503
+        assert http.get(f"{url}/health").status_code == 503
+        assert http.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert http.get(f"{url}/metrics").status_code == 503
+
+
+# ---- the command ----
+
+
+def test_each_setting_of_the_engine_is_a_flag_and_is_not_set_without_it():
+    parser = make_parser()
+    given = vars(parser.parse_args(["m"]))
+    for item in fields(EngineConfig):
+        assert f"--{item.name.replace('_', '-')}" in parser.format_help()
+        assert item.name not in given or item.name == "model"
+    assert given["host"] == "127.0.0.1"
+
+
+LONG = {"prompt": "a b c", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(llm, tmp_path):
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    expected = llm.generate("a b c", params, use_tqdm=False)[0].outputs[0].token_ids
+    flags = ("--served-model-name", "demo", "--drain-seconds", str(TIMEOUT))
+    with held_command(tmp_path, *flags, NANOENGINE_API_KEY="k") as (process, url, release):
+        curl = ["curl", "-sS", "-H", "Authorization: Bearer k", "-H", "Content-Type: application/json"]
+        asked = json.dumps({"model": "demo", "messages": QUESTION, "temperature": 0})
+        printed = subprocess.check_output([*curl, f"{url}/v1/chat/completions", "-d", asked], text=True)
+        assert json.loads(printed)["choices"][0]["message"]["content"] == "27 + 58 = 85"
+        with (
+            httpx.Client(headers={"Authorization": "Bearer k"}, timeout=TIMEOUT) as client,
+            client.stream("POST", f"{url}/v1/completions", json={**LONG, **WITH_IDS}) as answer,
+        ):
+            pieces = stream_lines(answer)
+            tokens = next(pieces)["choices"][0]["token_ids"]
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: client.get(f"{url}/health").status_code == 503)
+            refused = client.post(f"{url}/v1/completions", json={"prompt": "a"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            release()
+            for piece in pieces:
+                tokens += piece["choices"][0]["token_ids"]
+        assert tokens == expected
+        assert process.wait(TIMEOUT) == 0
+        lines = [json.loads(line) for line in process.stdout]
+        assert [line["status"] for line in lines if line["path"].startswith("/v1")] == [200, 503, 200]
+
+
+@pytest.mark.slow
+def test_the_garbage_collector_skips_what_the_command_loaded_and_threads_switch_sooner():
+    code = "import gc, sys; from nanoengine.server import process as server; "
+    code += "server.Server.run = lambda self: "
+    code += "print(gc.get_freeze_count(), len(gc.get_objects()), sys.getswitchinterval()); "
+    code += "server.main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *COMMON]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT).stdout
+    num_frozen, num_watched, interval = map(float, printed.split())
+    assert num_frozen > 100_000
+    assert num_watched < 1000
+    assert interval == 0.001
+
+
+def is_closed(url):
+    """Whether the server has closed its engine."""
+    try:
+        return httpx.get(f"{url}/metrics", timeout=10).status_code == 503
+    except httpx.TimeoutException:  # the engine takes the question after a step, and its step is held
+        return False
+    except httpx.TransportError:  # the server is gone too
+        return True
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_command_without_a_traceback(tmp_path):
+    with held_command(tmp_path, "--drain-seconds", "0") as (process, url, release):
+        with http.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
+            pieces = stream_lines(answer)
+            next(pieces)
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: is_closed(url))
+            release()
+            *_, last = pieces
+        assert last["error"]["message"] == "the server is shutting down"
+        assert "Traceback" not in process.communicate(timeout=TIMEOUT)[1]
+        assert process.returncode == 130
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_requests_that_outlast_drain_seconds_end_with_an_error(stream):
+    engine, asked = AsyncLLM(str(DEMO), num_kv_blocks=100), {**LONG, "stream": stream}
+    with (
+        served(engine) as (url, service),
+        ThreadPoolExecutor(1) as pool,
+        held_steps(service.engine) as steps,
+        http.stream("POST", f"{url}/v1/completions", json=asked) if stream else nullcontext() as answer,
+    ):
+        if stream:
+            steps.permit(3)
+            pieces = stream_lines(answer)
+            next(pieces)
+        else:
+            refused = pool.submit(http.post, f"{url}/v1/completions", json=asked)
+        wait_until(lambda: steps.is_held)
+        service.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: engine._closed)
+        steps.permit()
+        if stream:
+            *_, last = pieces
+        else:
+            assert refused.result().status_code == 503
+            last = refused.result().json()
+        assert last["error"]["message"] == "the server is shutting down"
