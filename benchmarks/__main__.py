@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ablation import TRICKS
+from benchmarks.bits import main as print_bits
 from benchmarks.engines import ENGINES
+from benchmarks.load import bench_load
 from benchmarks.runs import CORES
-from examples.bits import main as print_bits
-from examples.load import bench_load
 from nanoengine.cli.workloads import SHAPES, WORKLOADS, parse_custom
 
 

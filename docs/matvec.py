@@ -7,6 +7,7 @@ Without an argument, the command checks docs/matvec.cpp, the solution.
 """
 
 import ctypes
+import faulthandler
 import multiprocessing
 import resource
 import shutil
@@ -136,6 +137,7 @@ def main(source: Path = SOLUTION, most: int = 30) -> int:
 
 def guarded(source: Path, most: int) -> None:
     """Run `check`, and print what is wrong."""
+    faulthandler.disable()  # pytest enables it: `main` reports a crash in one line
     resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
     try:
         check(source)

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from examples.bits import answer
+from benchmarks.bits import answer
 from nanoengine import SamplingParams
 from tests.helpers import hf_model, random_prompts
 from tests.model_table import small_config, small_model

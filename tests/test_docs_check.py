@@ -1,11 +1,13 @@
 """The track to build: the solution is right, the stub is not, and the mistakes people make are caught."""
 
 import ast
+import faulthandler
 import importlib.util
 import re
 import shutil
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from docs import decode, matvec
 from docs.check import LESSONS, SOLUTION, failures, functions_of, main, stub
@@ -133,12 +135,19 @@ def test_an_extra_block_is_explained_and_a_long_answer_is_shortened():
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_a_student_s_kernel_is_checked_in_another_process(right, wrong, what, tmp_path, capfd):
+def test_a_student_s_kernel_is_checked_in_another_process(right, wrong, what, tmp_path, capfd, pytestconfig):
     student, source = tmp_path / "my_matvec.cpp", matvec.SOLUTION.read_text()
     assert right in source
     student.write_text(source.replace(right, wrong) if right else source)
     most = 1 if "loop" in what else 8
-    assert matvec.main(student, most) == (1 if right else 0)
+    with (tmp_path / "trace").open("w+") as trace:
+        faulthandler.enable(trace)
+        try:
+            assert matvec.main(student, most) == (1 if right else 0)
+        finally:
+            faulthandler.enable(pytestconfig.stash[fault_handler_stderr_fd_key])
+        trace.seek(0)
+        assert trace.read() == "", "a student's crash is reported in one line"
     printed = capfd.readouterr()
     assert what in printed.out + printed.err
 

@@ -118,5 +118,5 @@ def test_package_without_contrib_has_fewer_than_16500_lines():
     )
 
 
-def test_the_benchmarks_have_at_most_2200_lines():
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "benchmarks").glob("*.py")) <= 2200
+def test_the_benchmarks_have_at_most_2600_lines():
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "benchmarks").glob("*.py")) <= 2600

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.features import compare_drafts
+from benchmarks.features import compare_drafts
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.config import SpeculativeConfig
 from nanoengine.extensions.speculate import MAX_PAUSE, DraftingScheduler, Lookup, NgramProposer, is_draft

@@ -1,7 +1,8 @@
 """Measure one feature of nanoengine. No download; the last line printed is one JSON object.
 
-python -m examples.features speculate     # draft tokens, with and without, in turns
-python -m examples.features quality       # what quantized weights and KV caches change in log-probabilities
+python -m benchmarks.features speculate     # draft tokens, with and without, in turns
+python -m benchmarks.features quality       # what quantized weights and KV caches change in log-probabilities
+python -m benchmarks.features int8_cache    # decodes at a long context with a KV cache in int8, and without
 
 The model is a published shape with random weights, unless --model names a checkpoint; for passages and for
 quality it is the bundled one.
@@ -18,11 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.host import start_decodes
 from benchmarks.models import write_shape
 from examples import train_demo
 from nanoengine import LLM, SamplingParams
@@ -58,7 +59,7 @@ def serve_text(llm: LLM, text: str, batch: int, run: str) -> tuple[float, list[l
         params.allowed_token_ids = list(range(5, 5 + count)) if count else None
         prompts = random_prompts(rng, batch, 256, llm.llm_engine.checkpoint.vocab_size)
         if text == "english":
-            prompts = [ids for ids, _ in rng.sample(english(llm.get_tokenizer(), None, 20_000)[:-1], batch)]
+            prompts = [ids for ids, _ in rng.sample(english(llm.get_tokenizer(), 20_000)[:-1], batch)]
         ask = functools.partial(llm.generate, prompts)
     start = time.perf_counter()
     answers = [output.outputs[0].token_ids for output in ask(params, use_tqdm=False)]
@@ -130,10 +131,10 @@ def answered(tokenizer: Any, asked: list[tuple[str, str]]) -> Iterator[Text]:
         yield ids + tokenizer(answer).input_ids, len(ids)
 
 
-def english(tokenizer: Any, path: str | None, num_tokens: int) -> list[Text]:
-    """Return the beginning of a text, by default Python's documentation, in pieces of 256 tokens."""
+def english(tokenizer: Any, num_tokens: int) -> list[Text]:
+    """Return the beginning of Python's documentation, in pieces of 256 tokens."""
     topics = pydoc_data.topics.topics
-    text = Path(path).read_text() if path else "\n".join(topics[name] for name in sorted(topics))
+    text = "\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text[: 10 * num_tokens], add_special_tokens=False).input_ids[:num_tokens]
     return [(ids[i : i + 256], 1) for i in range(0, len(ids) - 1, 256)]
 
@@ -170,7 +171,7 @@ def quality(model: str, settings: dict[str, Any], args: argparse.Namespace) -> A
     print("text     precision  log-probability  changes by  right     MB", flush=True)
     for precision, own in (OF_GGUF if model.endswith(".gguf") else PRECISIONS).items():
         with LLM(args.model or "demo", max_model_len=1024, kv_cache_bytes=GiB // 4, **own) as llm:
-            texts = {"english": english(llm.get_tokenizer(), args.text, args.tokens)}
+            texts = {"english": english(llm.get_tokenizer(), args.tokens)}
             if asked:
                 texts["answers"] = list(answered(llm.get_tokenizer(), asked))
             for text, pieces in texts.items():
@@ -184,6 +185,36 @@ def quality(model: str, settings: dict[str, Any], args: argparse.Namespace) -> A
                 print(f"{text:8} {precision:9}  {figures}  {row['weight_bytes'] / 1e6:5.2f}", flush=True)
                 results.append(row)
     return results
+
+
+# ---- The KV cache in int8 ------------------------------------------------------------------------
+
+NUM_STEPS, NUM_ANSWER_TOKENS = 6, 400  # of one measurement; room for the tokens that a sequence samples
+
+
+def decode(llm: LLM, num_seqs: int) -> float:
+    """Return the tokens per second of a few steps."""
+    llm.step()  # a warm-up: the other engine ran before
+    begin = time.perf_counter()
+    for _ in range(NUM_STEPS):
+        llm.step()
+    return num_seqs * NUM_STEPS / (time.perf_counter() - begin)
+
+
+def int8_cache(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
+    """Decode in turns with a KV cache in the model's dtype and in int8, with weights in int4."""
+    length, num_seqs = args.tokens + NUM_ANSWER_TOKENS, args.batch
+    settings |= {"quantization": "int4", "enable_prefix_caching": False, "max_model_len": length}
+    settings |= {"max_num_seqs": num_seqs, "block_size": 32, "num_kv_blocks": num_seqs * -(-length // 32) + 1}
+    with LLM(model, **settings) as plain, LLM(model, kv_cache_dtype="int8", **settings) as ours:
+        for llm in (plain, ours):
+            sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+            start_decodes(llm.llm_engine, num_seqs, args.tokens, **sampling)
+        pairs = [(decode(ours, num_seqs), decode(plain, num_seqs)) for _ in range(args.repeats)]
+    fast, slow = map(statistics.median, zip(*pairs, strict=True))
+    ratio = statistics.median(fast / slow for fast, slow in pairs)
+    print(f"{fast:.1f} tokens/s with int8, {slow:.1f} without, ratio {ratio:.2f}")
+    return pairs
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -207,8 +238,10 @@ def main(arguments: list[str] | None = None) -> None:
     feature.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="requests served at once")
     feature.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
     feature.add_argument("--config", type=json.loads, default=NGRAM, help="speculative_config, as JSON")
+    feature = add(int8_cache, repeats=5)
+    feature.add_argument("--batch", type=int, default=16, help="sequences")
+    feature.add_argument("--tokens", type=int, default=2048, help="of a prompt")
     feature = add(quality, repeats=1)
-    feature.add_argument("--text", help="a file; default: Python's documentation")
     feature.add_argument("--tokens", type=int, default=8_000, help="of the text")
     feature.add_argument("--questions", type=int, default=400, help="for the bundled model")
     args = parser.parse_args(arguments)
