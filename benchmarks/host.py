@@ -146,11 +146,13 @@ def plain_memory(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, Any]:
     return memory, memory.numpy()
 
 
-def start_decodes(engine: LLMEngine, num_seqs: int, num_prompt_tokens: int, **settings: Any) -> None:
-    """Add requests, and step until all of them decode."""
+def start_decodes(
+    engine: LLMEngine, num_seqs: int, num_prompt_tokens: int, first: int = 0, **settings: Any
+) -> None:
+    """Add requests, named by numbers from `first` on, and step until all of them decode."""
     params = SamplingParams(max_tokens=None, **settings)
     rng = random.Random(0)
-    for i in range(num_seqs):
+    for i in range(first, first + num_seqs):
         prompt = [rng.randrange(100, 400) for _ in range(num_prompt_tokens)]
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     while engine.scheduler.waiting:

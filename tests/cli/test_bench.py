@@ -18,14 +18,13 @@ from torch import nn
 
 import benchmarks.__main__ as command
 import nanoengine
-from benchmarks import gpu, gpu_report, host, served
+from benchmarks import features, gpu, gpu_report, host, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
 from benchmarks.machine import instruction_sets, machine
 from benchmarks.report import hardware, pair_ratios, print_tricks
 from benchmarks.runs import measurements
-from examples import features, streams
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.roofline import measure_limits, roofline_seconds
 from nanoengine.cli.workloads import SHAPES, WORKLOADS, Workload, parse_custom
@@ -590,16 +589,6 @@ def test_each_sequence_adds_few_python_calls_to_a_step(kind, max_calls):
     with host.engine_without_device(32, max_model_len=256) as engine:
         few, many = calls_of_a_step(0, 8), calls_of_a_step(8, 24)  # of 8 sequences, then of 32
     assert (many - few) / 24 <= max_calls
-
-
-@pytest.mark.slow
-def test_the_streams_benchmark_counts_each_token_of_a_stubbed_server(capsys):
-    streams.main([2], num_tokens=50, repeats=1)
-    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert row["streams"] == 2
-    assert 0 < row["median"] < 2 / 0.004  # two tokens in each step of 4 ms
-    assert 0.5 < row["events per token"] <= 1
-    assert row["host"] > 0 < row["alone"]
 
 
 @pytest.mark.slow
