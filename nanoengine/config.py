@@ -243,4 +243,4 @@ class EngineConfig:
         return device
 
 
-EngineArgs = AsyncEngineArgs = VllmConfig = EngineConfig  # vLLM's names
+EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names
