@@ -434,6 +434,3 @@ def families(metrics: list[Metric], model_name: str) -> Iterator[Any]:
             elif isinstance(metric, Counter | Gauge):
                 family.add_metric(values, metric.value)
         yield family
-
-
-# ---- The app --------------------------------------------------------------------------------------
