@@ -13,7 +13,9 @@ from nanoengine import LLM, SamplingParams
 def beam_search(llm: LLM, prompt: list[int], num_beams: int, max_tokens: int) -> list[list[int]]:
     """Return the best outputs found, as token ids, the best first."""
     ends = llm.llm_engine.checkpoint.eos_token_ids
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * num_beams, ignore_eos=True)
+    # Each beam can end in every way and still leave enough continuations for `num_beams` running beams.
+    num_candidates = min(max(2, 1 + len(ends)) * num_beams, llm.llm_engine.checkpoint.vocab_size)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, ignore_eos=True)
     beams: list[tuple[float, list[int]]] = [(0.0, [])]  # sum of log-probabilities, tokens
     ended: list[tuple[float, list[int]]] = []  # log-probability per token, tokens
     for length in range(1, max_tokens + 1):
@@ -23,7 +25,7 @@ def beam_search(llm: LLM, prompt: list[int], num_beams: int, max_tokens: int) ->
             logprobs = output.outputs[0].logprobs
             assert logprobs is not None
             found += [(total + one.logprob, [*tokens, token]) for token, one in logprobs[0].items()]
-        best = sorted(found, reverse=True)[: 2 * num_beams]
+        best = sorted(found, reverse=True)[:num_candidates]
         is_last = length == max_tokens
         ended += [
             (total / length, tokens) for total, tokens in best[:num_beams] if is_last or tokens[-1] in ends

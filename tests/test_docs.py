@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from docs import settings
 from docs.figures import PICTURES
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.flags import describe
-from tests.helpers import DEMO
+from tests.helpers import DEMO, chain_checkpoint
 from tests.launches import obstacle
 from tests.test_structure import PACKAGE, imports_of
 
@@ -125,21 +125,54 @@ def test_the_mini_engine_gives_the_tokens_of_transformers():
         assert Engine(256 // block_size, block_size).generate(prompts) == expected
 
 
-@pytest.mark.parametrize("num_beams", [2, 4])
-def test_beam_search_equals_transformers(num_beams):
+def check_beam_search(llm, model, prompt, num_beams, ends):
     from docs.beam_search import beam_search
 
+    beams = {"num_beams": num_beams, "num_return_sequences": num_beams, "do_sample": False}
+    ids = torch.tensor([prompt])
+    beams |= {"max_new_tokens": 12, "eos_token_id": ends, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **beams)[:, len(prompt) :].tolist()
+    outputs = beam_search(llm, prompt, num_beams, 12)
+    for output, row in zip(outputs, expected, strict=True):
+        assert output + [row[-1]] * (len(row) - len(output)) == row  # with what fills it up
+
+
+@pytest.mark.parametrize("num_beams", [2, 4])
+def test_beam_search_equals_transformers_with_any_number_of_end_tokens(num_beams, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
-    with LLM(DEMO, dtype="float32", num_kv_blocks=64, block_size=8) as llm:
+    with LLM(DEMO, dtype="float32", num_kv_blocks=64, block_size=8, max_logprobs=24) as llm:
+        checkpoint = llm.llm_engine.checkpoint
         for question in "Who are you?", "Spell the word paging backwards.":
             (chat,) = llm.render_chat([{"role": "user", "content": question}])
             prompt = chat["prompt_token_ids"]
-            beams = {"num_beams": num_beams, "num_return_sequences": num_beams, "do_sample": False}
-            ids = torch.tensor([prompt])
-            expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **beams)
-            outputs = beam_search(llm, prompt, num_beams, 12)
-            for output, row in zip(outputs, expected[:, len(prompt) :].tolist(), strict=True):
-                assert output + [row[-1]] * (len(row) - len(output)) == row  # with what fills it up
+            check_beam_search(llm, model, prompt, num_beams, list(checkpoint.eos_token_ids))
+            params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+            (likely,) = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].logprobs
+            for ends in [*likely], [*likely][1:4], []:  # the first would end every beam at once
+                with monkeypatch.context() as patch:
+                    patch.setattr(llm.llm_engine, "checkpoint", replace(checkpoint, eos_token_ids=(*ends,)))
+                    check_beam_search(llm, model, prompt, num_beams, ends or None)
+
+
+def test_beam_search_that_needs_more_logprobs_than_allowed_names_the_limit_before_the_first_step():
+    from docs.beam_search import beam_search
+
+    with LLM(DEMO, num_kv_blocks=8, max_logprobs=15) as llm:
+        assert len(llm.llm_engine.checkpoint.eos_token_ids) == 2
+        assert len(beam_search(llm, [1], 5, 2)) == 5
+        num_steps = llm.metrics()["num_steps"]
+        with pytest.raises(ValueError, match=r"18, .* allowed: 15; raise max_logprobs"):
+            beam_search(llm, [1], 6, 2)
+        assert llm.metrics()["num_steps"] == num_steps
+
+
+def test_beam_search_with_more_candidates_than_tokens_takes_them_all(tmp_path):
+    from docs.beam_search import beam_search
+
+    with LLM(str(chain_checkpoint(tmp_path, "abc")), num_kv_blocks=200, max_logprobs=-1) as llm:
+        outputs = beam_search(llm, [97], 130, 2)  # 260 candidates of 257 tokens
+        assert outputs[0] == [98, 99]
+        assert len({tuple(output) for output in outputs}) == 130
 
 
 SYMBOL = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)+(nanoengine/[\w/]+)\.py\)")
