@@ -195,12 +195,14 @@ def open_checkpoint(
         OSError: a hub id cannot be found, or the hub cannot be reached.
     """
     path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
-    fields = read_json(path / "config.json", default={}) if hf_overrides else {}
     generation = read_json(path / GENERATION_CONFIG, default={})
     with phase("header"):
         gguf = None if path.is_dir() else _open_gguf(path)
     with phase("config"):
         config = read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
+    fields = read_json(path / "config.json", default={})
+    ends = fields if gguf is None else {"eos_token_id": gguf.end_ids()}
+    stated_eos = _stated_eos(config, ends, hf_overrides or {})
     part = None  # the language model's config, if the model is multimodal
     is_text_only = config.get_text_config(decoder=True) is config
     if hf_overrides or architecture_of(config) not in SUPPORTED_ARCHITECTURES or not is_text_only:
@@ -241,8 +243,7 @@ def open_checkpoint(
     eos: list[int] = []
     for name, ids in (
         ("the tokenizer", getattr(loaded, "eos_token_id", None)),
-        ("config.json", getattr(hf_config, "eos_token_id", None)),
-        ("config.json", getattr(config, "eos_token_id", None)),
+        *(("config.json", ids) for ids in stated_eos),
         (GENERATION_CONFIG, generation.get("eos_token_id")),
     ):
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -258,6 +259,19 @@ def open_checkpoint(
     )
     checkpoint.default_sampling_params()  # raise its errors now
     return checkpoint
+
+
+def _stated_eos(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) -> list[Any]:
+    """Return each eos_token_id that config.json or hf_overrides states, the language model's first.
+
+    If neither states one, `config` has the default of its class, such as 2 for Llama and 11 for Falcon.
+    """
+    stated, text_config = [], config.get_text_config(decoder=True)
+    for name, part in vars(config).items():
+        if hasattr(part, "get_text_config") and part.get_text_config(decoder=True) is text_config:
+            inner = [one[name] if isinstance(one.get(name), dict) else {} for one in (fields, overrides)]
+            stated += _stated_eos(part, *inner)
+    return [*stated, (fields | overrides).get("eos_token_id")]
 
 
 def _load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" = None) -> Any:

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import struct
+from array import array
 from collections.abc import Callable
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -53,6 +54,21 @@ OF_LAYERS = {  # after the prefixes "blk.0." and "model.layers.0."
 DIVISORS = "rope_freqs.weight"  # a tensor of divisors of the rotary frequencies
 LAYER = re.compile(r"(?:\w+\.)?blk\.([0-9]{1,9})\.")
 INTEGERS = "I8", "I16", "I32", "I64"
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens
+# Names of tokens that end a turn, whether or not the header says so. Source: llama.cpp's src/llama-vocab.cpp
+ENDS = (
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
+)
+ENDS += (
+    "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
+)
+ENDS += "<\uff5cend\u2581of\u2581sentence\uff5c> [e~["
+# A name does not end a turn in a file that also has tokens with the other names.
+NOT_ENDS = (
+    ("<|end|>", "<|return|> <|call|>"),
+    ("<|end|>", "<|calls|> <|flush|>"),
+    ("</s>", "<|tool_response>"),
+)
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Number of a metadata type -> its name in `struct` and NumPy. 8 is a string and 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -75,21 +91,20 @@ class TensorEntry(NamedTuple):
 
 
 class Strings(NamedTuple):
-    """Holds an array of strings, which is decoded only when needed."""
+    """Holds an array of strings, each of which is decoded only when needed."""
 
     data: mmap
-    start: int
-    length: int
+    starts: "array[int]"  # offset in the file of each string's length, which precedes the string
     num_bytes: int  # of all strings together, without their lengths
+
+    def encoded(self, i: int) -> bytes:
+        """Return a string as it is in the file, in UTF-8 unless the file is damaged."""
+        first = self.starts[i] + LENGTH.size
+        return self.data[first : first + LENGTH.unpack_from(self.data, self.starts[i])[0]]
 
     def read(self) -> list[str]:
         """Decode and return all strings."""
-        data, place, result = self.data, self.start, []
-        for _ in range(self.length):
-            first = place + LENGTH.size
-            place = first + LENGTH.unpack_from(data, place)[0]
-            result.append(data[first:place].decode())
-        return result
+        return [self.encoded(i).decode() for i in range(len(self.starts))]
 
 
 class Header:
@@ -153,13 +168,15 @@ class Header:
         self._num_strings += count
         if self._num_strings > MAX_STRINGS:
             raise ValueError(f"its arrays have {self._num_strings} strings, the limit is {MAX_STRINGS}")
-        start = place = self._place
+        starts, start = array("Q"), self._place
+        place = start
         for _ in range(count):
             if place > len(self.data) - LENGTH.size:
                 break
+            starts.append(place)
             place += LENGTH.size + LENGTH.unpack_from(self.data, place)[0]
         self._skip(place - start)
-        return Strings(self.data, start, count, place - start - count * LENGTH.size)
+        return Strings(self.data, starts, place - start - count * LENGTH.size)
 
     def _tensors(self, count: int) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
@@ -240,13 +257,17 @@ class GGUFFile:
             raise ValueError(f"it has only {len(self._tensors)} tensors for {len(layers)} layers")
         self._number("context_length", 1)
         tokens, merges = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
-        self.num_tokens = tokens.length if isinstance(tokens, Strings) else 0
+        self.num_tokens = len(tokens.starts) if isinstance(tokens, Strings) else 0
         embedding = self._tensors.get("token_embd.weight")
         if embedding is not None and self.num_tokens > embedding.shape[0]:
             raise ValueError(f"it has {self.num_tokens} tokens for {embedding.shape[0]} embeddings")
-        if isinstance(tokens, Strings) and isinstance(merges, Strings) and merges.length > tokens.num_bytes:
+        if (
+            isinstance(tokens, Strings)
+            and isinstance(merges, Strings)
+            and len(merges.starts) > tokens.num_bytes
+        ):
             # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
-            raise ValueError(f"it has {merges.length} merges, too many for {tokens.length} tokens")
+            raise ValueError(f"it has {len(merges.starts)} merges, too many for {self.num_tokens} tokens")
 
     def _field(self, name: str, default: Any = None) -> Any:
         return self.fields.get(f"{self.architecture}.{name}", default)
@@ -273,6 +294,25 @@ class GGUFFile:
         if type(value) is not int and value is not None:
             raise ValueError(f"its tokenizer.ggml.{name}_token_id must be an integer, got {value!r:.99}")
         return value
+
+    def end_ids(self) -> list[int]:
+        """Return the tokens that end a turn: those that the header states, and those with a name in ENDS.
+
+        Named tokens count if they are control tokens or user-defined, which they are in many files, for
+        example Phi-3's. But a user-defined `</s>` is HTML, for example in Gemma's files.
+        """
+        with as_value_error(self.path):
+            stated = [i for name in ("eos", "eot", "eom") if (i := self.token_id(name)) is not None]
+        tokens, types = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+        found: dict[str, int] = {}
+        if isinstance(tokens, Strings) and isinstance(types, np.ndarray) and len(types) == self.num_tokens:
+            names = {name.encode(): name for name in ENDS.split()}
+            for i in np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED))).tolist():
+                name = names.get(tokens.encoded(i))
+                if name is not None and (name != "</s>" or types[i] == CONTROL):
+                    found[name] = i
+        not_ends = {found.get(name) for name, others in NOT_ENDS if found.keys() >= {*others.split()}}
+        return [i for i in dict.fromkeys([*stated, *found.values()]) if i not in not_ends]
 
     def read_config(self) -> Any:
         """Return the model's transformers config. Checks its sizes against the file's tensors."""
@@ -317,7 +357,6 @@ class GGUFFile:
             attention_bias="model.layers.0.self_attn.q_proj.bias" in self.headers,
             mlp_bias="model.layers.0.mlp.gate_proj.bias" in self.headers,
             bos_token_id=self.token_id("bos"),
-            eos_token_id=[i for name in ("eos", "eot") if (i := self.token_id(name)) is not None],
         )
         config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
         config.rope_parameters = self._rope(head_dim)

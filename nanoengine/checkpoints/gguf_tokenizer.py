@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanoengine.checkpoints.gguf import GGUFFile
+from nanoengine.checkpoints.gguf import CONTROL, UNKNOWN, USER_DEFINED, GGUFFile
 
 MAX_TOKEN_LENGTH = 4096  # transformers' time for a token grows with its square
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -127,7 +127,6 @@ IGNORE_MERGES = {*f"{LLAMA3_NAMES} minicpm5 youtu glm4 glm5 tekken granite-embed
 ADD_BOS = {*LLAMA3_NAMES.split(), "tekken", "chameleon"}  # if the file does not say
 # These pre-tokenizers replace spaces and do not spell out bytes.
 NOT_BYTE_LEVEL = {"gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace"}
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens
 
 
 def pre_tokenizer(name: str) -> Any:

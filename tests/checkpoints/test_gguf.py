@@ -21,7 +21,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from nanoengine.backends.quantized import floats
 from nanoengine.checkpoints.checkpoint import open_checkpoint
-from nanoengine.checkpoints.gguf import SCALARS, GGUFFile, Header
+from nanoengine.checkpoints.gguf import ENDS, SCALARS, GGUFFile, Header
 from nanoengine.checkpoints.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.load import check_fit
@@ -129,6 +129,87 @@ def test_bos_and_eos_are_added_if_the_file_or_pre_tokenizer_says_so(vocabulary, 
         assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (bos, eos)
         assert tokenizer.decode(ids, skip_special_tokens=True) == "the"
         assert tokenizer("the", add_special_tokens=False).input_ids == ids[len(before) + 1 : -1 - len(after)]
+
+
+NORMAL, USER_DEFINED = gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED
+LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|eot_id|> <|eom_id|>"
+HARMONY = "<|startoftext|> <|endoftext|> <|return|> <|start|> <|end|> <|message|> <|call|>"
+SOLAR = "<|startoftext|> <|endoftext|> <|begin|> <|end|> <|flush|> <|calls|>"
+# What a header states, control tokens and user-defined tokens -> the tokens at which llama.cpp ends
+TURNS = {
+    "llama 3": ({"eos": "<|end_of_text|>"}, LLAMA3, "", "<|end_of_text|> <|eot_id|> <|eom_id|>"),
+    "another eos": ({"eos": "<a>"}, "<a> <|end_of_text|> <|eot_id|>", "", "<a> <|end_of_text|> <|eot_id|>"),
+    "chatml": (
+        {"eos": "<|endoftext|>"},
+        "<|endoftext|> <|im_start|> <|im_end|>",
+        "",
+        "<|endoftext|> <|im_end|>",
+    ),
+    "chatml, user-defined": ({"eos": "</s>"}, "<s> </s>", "<|im_start|> <|im_end|>", "</s> <|im_end|>"),
+    "phi": ({"eos": "<|endoftext|>"}, "<|endoftext|>", "<|user|> <|end|>", "<|endoftext|> <|end|>"),
+    "gemma": ({"eos": "<eos>"}, "<bos> <eos> <end_of_turn>", "<s> </s>", "<eos> <end_of_turn>"),
+    "gemma 4": ({}, "</s> <eos> <turn|> <|tool_response>", "", "<eos> <turn|> <|tool_response>"),
+    "harmony": ({"eos": "<|return|>"}, HARMONY, "", "<|return|> <|endoftext|> <|call|>"),
+    "harmony, stated": (
+        {"eos": "<|return|>", "eot": "<|end|>"},
+        HARMONY,
+        "",
+        "<|return|> <|endoftext|> <|call|>",
+    ),
+    "solar": ({"eos": "<|flush|>"}, SOLAR, "", "<|flush|> <|endoftext|> <|calls|>"),
+    "no call": ({"eos": "<|return|>"}, "<|return|> <|end|>", "", "<|return|> <|end|>"),
+    "stated alone": ({"eos": "a", "eot": "b", "eom": "c"}, "<x>", "a b c", "a b c"),
+    "nothing": ({}, "<x> <|im_start|>", "a", ""),
+}
+
+
+def write_ends(path, stated, control, user_defined="", types=None):
+    tokens = ["x", "<|im_end|>x", *control.split(), *user_defined.split()]
+    sizes = {"context_length": 64, "block_count": 1, "embedding_length": 32, "feed_forward_length": 32}
+    writer = gguf_writer(path, "llama", **sizes, attention__head_count=2)
+    writer.add_token_list(tokens)
+    numbers = {**dict.fromkeys(control.split(), 3), **dict.fromkeys(user_defined.split(), USER_DEFINED)}
+    if types is None:
+        types = [numbers.get(token, NORMAL) for token in tokens]
+    if types:
+        writer.add_token_types(types)
+    for name, token in stated.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", tokens.index(token))
+    for i in range(10):
+        writer.add_tensor(f"blk.0.{i}.weight", np.zeros(32, np.float32))
+    return [tokens[i] for i in GGUFFile(close(writer, path)).end_ids()]
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_file_ends_turns_where_llama_cpp_does(name, tmp_path):
+    *given, expected = TURNS[name]
+    assert write_ends(tmp_path / "model.gguf", *given) == expected.split()
+
+
+@pytest.mark.parametrize("name", ENDS.split())
+def test_each_name_ends_a_turn_unless_it_is_ordinary_text(name, tmp_path):
+    path = tmp_path / "model.gguf"
+    assert write_ends(path, {"eos": "x"}, f"<a> {name} <b>") == ["x", name]
+    user_defined = ["x"] if name == "</s>" else ["x", name]
+    assert write_ends(path, {"eos": "x"}, "<a>", f"{name} <b>") == user_defined
+    for kind in (NORMAL, gguf.TokenType.UNUSED, gguf.TokenType.BYTE):
+        assert write_ends(path, {"eos": "x"}, name, types=[NORMAL, NORMAL, kind]) == ["x"]
+    assert write_ends(path, {"eos": name}, name, types=[NORMAL] * 3) == [name]
+    assert write_ends(path, {}, name, types=[]) == write_ends(path, {}, name, types=[3, 3]) == []
+
+
+def test_a_damaged_token_ends_no_turn_and_a_wrong_id_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_ends(path, {"eos": "x", "eom": "<b>"}, "<|im_end|> <b>")
+    sound = path.read_bytes()
+    path.write_bytes(sound.replace(b"<|im_end|>x", b"\xff<im_end|>x"))
+    assert GGUFFile(path).end_ids() == [0, 3, 2]
+    place = sound.index(b"eom_token_id") + len("eom_token_id")
+    path.write_bytes(sound[:place] + struct.pack("<I", 6) + sound[place + 4 :])  # a float
+    with pytest.raises(
+        ValueError, match=r"model.gguf cannot be loaded: its .*eom_token_id must be an integer"
+    ):
+        GGUFFile(path).end_ids()
 
 
 def test_a_whole_piece_is_one_token_for_some_pre_tokenizers(tmp_path):

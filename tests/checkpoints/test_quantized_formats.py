@@ -490,7 +490,7 @@ def write_gguf(path, model, kind, family, tied=False, tokenizer=None, **fields):
 MERGES = ["Ġ t", "h e", "Ġt he"]
 
 
-def merging_tokenizer():
+def merging_tokenizer(end="<|im_end|>"):
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *(merge.replace(" ", "") for merge in MERGES)]
     merges = [tuple(merge.split()) for merge in MERGES]
@@ -498,8 +498,8 @@ def merging_tokenizer():
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    settings = {"eos_token": "<|im_end|>", "chat_template": AutoTokenizer.from_pretrained(DEMO).chat_template}
+    tokenizer.add_special_tokens(["<|im_start|>", end])
+    settings = {"eos_token": end, "chat_template": AutoTokenizer.from_pretrained(DEMO).chat_template}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
@@ -512,7 +512,8 @@ def add_tokenizer(writer, tokenizer):
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     writer.add_token_types([3 if i in special else 1 for i in range(size)])
     writer.add_token_merges(MERGES)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
+    if tokenizer.eos_token is not None:
+        writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)
 
 
@@ -583,6 +584,20 @@ def test_gguf_file_has_its_own_tokenizer_chat_template_and_eos(tmp_path):
     assert said == greedy(model, output.prompt_token_ids, 12)[: len(said)]
     whole = ours.decode(said, skip_special_tokens=True)
     assert output.outputs[0].text.rstrip("\ufffd") == whole.rstrip("\ufffd")  # half a character is no text
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "stablelm"])
+def test_a_gguf_file_ends_only_at_tokens_that_it_names_or_hf_overrides_states(family, tmp_path):
+    path = tmp_path / "model.gguf"
+    assert transformers.AutoConfig.for_model(family).eos_token_id is not None
+    for end, ends in (("<|im_end|>", (260,)), ("<|im_other|>", ())):
+        tokenizer = merging_tokenizer(end)
+        tokenizer.eos_token = None
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TINY, "vocab_size": 261}))
+        write_gguf(path, model, "F32", family, tokenizer=tokenizer)
+        assert open_checkpoint(str(path)).eos_token_ids == ends
+        assert open_checkpoint(str(path), hf_overrides={"use_cache": False}).eos_token_ids == ends
+        assert open_checkpoint(str(path), hf_overrides={"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
 
 
 def test_malformed_gguf_file_is_refused(tmp_path):

@@ -593,6 +593,69 @@ def test_eos_ids_come_from_all_configs_and_the_tokenizer(copy):
     assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 1.0, 77)
 
 
+WITH_END = {  # types whose config class has a default -> it
+    **{
+        "llama": 2,
+        "mistral": 2,
+        "gpt_neox": 2,
+        "opt": 2,
+        "falcon": 11,
+        "stablelm": 0,
+        "gemma2": 1,
+        "bloom": 2,
+    },
+    **{"phi3": 32000, "mixtral": 2, "gpt2": 50256, "cohere": 255001, "olmo": 50279, "gptj": 50256},
+}
+
+
+def ends_of(path, config, **settings):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return open_checkpoint(str(path), **settings).eos_token_ids
+
+
+@pytest.mark.parametrize("kind", WITH_END)
+def test_a_config_that_states_no_end_has_none(kind, tmp_path):
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config = {"model_type": kind, "architectures": [names[kind]]}
+    assert transformers.AutoConfig.for_model(kind).eos_token_id == WITH_END[kind]
+    assert ends_of(tmp_path, config) == ()
+    assert ends_of(tmp_path, {**config, "eos_token_id": None}) == ()
+    assert ends_of(tmp_path, {**config, "eos_token_id": 3}) == (3,)
+    assert ends_of(tmp_path, {**config, "eos_token_id": [4, 3]}) == (4, 3)
+    assert ends_of(tmp_path, {**config, "eos_token_id": WITH_END[kind]}) == (WITH_END[kind],)
+    assert ends_of(tmp_path, config, hf_overrides={"vocab_size": 300000}) == ()
+    assert ends_of(tmp_path, config, hf_overrides={"eos_token_id": 5}) == (5,)
+    assert ends_of(tmp_path, {**config, "eos_token_id": 3}, hf_overrides={"eos_token_id": [6, 5]}) == (6, 5)
+    assert ends_of(tmp_path, {**config, "eos_token_id": 3}, hf_overrides={"eos_token_id": None}) == ()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert ends_of(tmp_path, config) == (9,)
+
+
+def test_a_multimodal_config_may_state_the_end_for_the_model_or_for_its_language_model(tmp_path):
+    text = {**TINY, "head_dim": 16, "model_type": "gemma3_text"}
+    del text["eos_token_id"]
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    whole["vision_config"] = {"eos_token_id": 8}  # another part's
+    stating = {**text, "eos_token_id": 3}
+    assert transformers.Gemma3Config(text_config=text).text_config.eos_token_id == 1
+    assert ends_of(tmp_path, {**whole, "text_config": text}) == ()
+    assert ends_of(tmp_path, {**whole, "text_config": stating}) == (3,)
+    assert ends_of(tmp_path, {**whole, "text_config": text, "eos_token_id": [5, 6]}) == (5, 6)
+    assert ends_of(tmp_path, {**whole, "text_config": stating, "eos_token_id": [5, 3]}) == (3, 5)
+    changed = {"text_config": {"eos_token_id": 7}}
+    assert ends_of(tmp_path, {**whole, "text_config": text}, hf_overrides=changed) == (7,)
+    assert ends_of(tmp_path, {**whole, "text_config": stating}, hf_overrides=changed) == (7,)
+    kept = {"text_config": {"rms_norm_eps": 1e-5}}
+    assert ends_of(tmp_path, {**whole, "text_config": text}, hf_overrides=kept) == ()
+    assert ends_of(tmp_path, {**whole, "text_config": stating}, hf_overrides=kept) == (3,)
+    flat = {**text, "model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    flat["vocab_size"] = 151646
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    assert ends_of(tmp_path, flat) == ()
+    assert ends_of(tmp_path, {**flat, "eos_token_id": 4}) == (4,)
+
+
 def test_different_seeds_give_different_dummy_weights(copy):
     weights = []
     for seed in (0, 0, 1):
