@@ -378,8 +378,45 @@ def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
     return token_ids, [entries.get(row) for row in range(len(rows))]
 
 
-def byte_tokenizer(words: tuple[str, ...] = ()) -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer: ids 0 to 255 are the bytes, 256 is <eos>, then each of `words` is a token."""
+# The tokens that models add to their vocabularies, as far as they differ in kind: (special ones, others).
+ADDED_TOKENS: dict[str, tuple[str, str]] = {
+    "Qwen 3": (
+        "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|vision_start|> <|image_pad|>",
+        "<tool_call> </tool_call> <|fim_prefix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> "
+        "</tool_response> <think> </think>",
+    ),
+    "Llama 3.1": (
+        "<|begin_of_text|> <|end_of_text|> <|finetune_right_pad_id|> <|start_header_id|> <|end_header_id|> "
+        "<|eom_id|> <|eot_id|> <|python_tag|> <|reserved_special_token_2|>",
+        "",
+    ),
+    "Mistral": (
+        "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [TOOL_CALLS] "
+        "[SYSTEM_PROMPT] [TOOL_CONTENT] [ARGS] [CALL_ID] [THINK] [/THINK]",
+        "",
+    ),
+    "Gemma 3": (
+        "<pad> <bos> <start_of_turn> <end_of_turn> <start_of_image> <image_soft_token>",
+        "<mask> [multimodal] <unused0> <table> <td> </td> <h1> </h1> <b> </b> <code>",
+    ),
+    "gpt-oss": (
+        "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> "
+        "<|call|> <|endofprompt|>",
+        "",
+    ),
+    "DeepSeek R1": (
+        "<\uff5cbegin\u2581of\u2581sentence\uff5c> <\uff5c\u2581pad\u2581\uff5c>",
+        "<\uff5cfim\u2581hole\uff5c> <\uff5cUser\uff5c> <\uff5cAssistant\uff5c> <|EOT|> "
+        "<\uff5ctool\u2581calls\u2581begin\uff5c> <\uff5ctool\u2581sep\uff5c> <think> </think>",
+    ),
+}
+
+
+def byte_tokenizer(words: tuple[str, ...] = (), model: str = "") -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer: ids 0 to 255 are the bytes, 256 is <eos>, then each of `words` is a token.
+
+    The tokens that a model of `ADDED_TOKENS` adds come last.
+    """
     symbols = {byte: symbol for symbol, byte in zip(*_byte_alphabet(), strict=True)}
     vocabulary = {symbols[byte]: byte for byte in range(256)} | {"<eos>": 256}
     for word in words:
@@ -388,6 +425,9 @@ def byte_tokenizer(words: tuple[str, ...] = ()) -> transformers.PreTrainedTokeni
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
+    special, others = ADDED_TOKENS.get(model, ("", ""))
+    backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in special.split()])
+    backend.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in others.split()])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
@@ -398,7 +438,9 @@ def _byte_alphabet() -> tuple[list[str], list[int]]:
     return [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))], printable + others
 
 
-def table_checkpoint(path: Path, logits: torch.Tensor, words: tuple[str, ...] = ()) -> Path:
+def table_checkpoint(
+    path: Path, logits: torch.Tensor, words: tuple[str, ...] = (), model_of_tokens: str = ""
+) -> Path:
     """Return a checkpoint whose next-token logits are exactly `logits[last token]`, (V, V) float32.
 
     Attention and MLP add nothing, the embedding is the identity, so the head reads off the table.
@@ -417,7 +459,7 @@ def table_checkpoint(path: Path, logits: torch.Tensor, words: tuple[str, ...] = 
         model.model.embed_tokens.weight.copy_(torch.eye(size))
         model.lm_head.weight.copy_(logits.T / size**0.5)  # the norm scales a unit vector by sqrt(size)
     model.save_pretrained(path)
-    byte_tokenizer(words).save_pretrained(path)
+    byte_tokenizer(words, model_of_tokens).save_pretrained(path)
     return path
 
 

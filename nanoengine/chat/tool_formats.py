@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from nanoengine.extensions.structured.json_schemas import closed
+from nanoengine.extensions.structured.json_schemas import closed, literal
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import StructuredOutputsParams
 
@@ -183,16 +183,12 @@ class Formats(NamedTuple):
         """Return the grammar of the text allowed before structured output; None: no text is allowed."""
         if self.reasoning != "deepseek_r1":
             return None
-        begin, end = self.literal("<think>"), self.literal("</think>")
+        begin, end = (literal(tag, self.special_tokens) for tag in ("<think>", "</think>"))
         # Text always ends before a special token. Before an ordinary tag it ends only if matched lazily.
         is_special = "</think>" in self.special_tokens
         start = "thought SPACE" if is_thinking(prompt) else f"({begin} thought SPACE)?"
         thought = f"thought{'' if is_special else '[lazy]'}: TEXT {end}"
-        return f"start: {start}\n{thought}\nTEXT: /(.|\\n)*/\nSPACE: /\\s*/"
-
-    def literal(self, text: str) -> str:
-        """Write text in llguidance's Lark: a special token by its id, other text in quotes."""
-        return f"<[{self.special_tokens[text]}]>" if text in self.special_tokens else json.dumps(text)
+        return f"start: {start}\n{thought}\nTEXT: /(.|\\n)*/\nSPACE: /\\s{{0,9}}/"
 
     def required_calls(self, tools: list[dict[str, Any]], many: bool) -> str:
         """Return a grammar in Lark for one call of these tools, or for one or more if `many` is set."""
@@ -206,7 +202,7 @@ class Formats(NamedTuple):
             head = json.dumps({"name": function["name"], kind.arguments: 0}).removesuffix("0}")
             rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}')}")
             rules.append(f"arguments_{i}: %json {json.dumps({**parameters, 'x-guidance': AS_TRAINED})}")
-        begin, end = (" ".join(map(self.literal, parts(text))) for text in (kind.begin or "", kind.end))
+        begin, end = (literal(text, self.special_tokens) for text in (kind.begin or "", kind.end))
         rules.append("one: " + begin + " (" + " | ".join(f"call_{i}" for i in range(len(tools))) + ") " + end)
         more = ' ("\\n" one)*' if many and kind.begin else ""
         return "\n".join((f"start: one{more}", *rules))
@@ -216,15 +212,6 @@ class Formats(NamedTuple):
         """The name of the format in which required calls are written."""
         name = NO_TAG if self.tools is None or self.template is not None else self.tools
         return name if TOOL_FORMATS[name].begin is not None else NO_TAG
-
-
-def parts(text: str) -> list[str]:
-    """Split a text into its tags and the text between them.
-
-    >>> parts("<a>b</a>")
-    ['<a>', 'b', '</a>']
-    """
-    return [part for part in re.split(r"(<[^>]*>)", text) if part]
 
 
 def is_thinking(prompt: str) -> bool:

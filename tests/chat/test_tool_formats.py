@@ -10,14 +10,15 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from nanoengine import AsyncLLM, SamplingParams
-from nanoengine.chat.tool_formats import TOOL_FORMATS, AnswerParser, Formats, choose_formats
+from nanoengine import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanoengine.chat.tool_formats import TOOL_FORMATS, AnswerParser, Formats, ToolChoice, choose_formats
 from nanoengine.server.openai_api import ChatRequest
-from tests.helpers import DEMO
+from tests.helpers import DEMO, byte_tokenizer, table_checkpoint
 from tests.serving import http, served
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -32,6 +33,7 @@ def function_of(name, properties, required, **more):
 
 NUMBERS = {"a": NUMBER, "b": NUMBER, "note": {"type": "string", "maxLength": 9}}
 ADD: dict = function_of("add", NUMBERS, ["a", "b"])
+PARAMETERS_OF_ADD: dict = ADD["function"]["parameters"]
 CALL = ("tool_calls", {"name": "add", "arguments": {"a": 5, "b": 6}})
 LATER = ("tool_calls", {"name": "add", "arguments": {"note": "7 \u00b5\n"}})
 
@@ -303,6 +305,50 @@ def test_the_chat_template_selects_the_formats(template, calls, reasoning):
     for names in (("unheard-of", "auto"), ("auto", "unheard-of")):
         with pytest.raises(ValueError, match=r"must be auto, none or one of .*got 'unheard-of'"):
             choose_formats(tokenizer, *names)
+
+
+# A mark of the chat template of each model whose added tokens the tests know
+MARKS = {
+    "Qwen 3": "<tool_call> <think>",
+    "Llama 3.1": "<|python_tag|>",
+    "Mistral": "[TOOL_CALLS]",
+    "Gemma 3": "",
+    "gpt-oss": "<|channel|>",
+    "DeepSeek R1": "<think>",
+}
+
+
+@pytest.mark.parametrize("model", MARKS)
+def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model, tmp_path):
+    """After thinking, too: the end of a thought is a token of its own, and no special one."""
+    tokenizer = byte_tokenizer((), model)
+    tokenizer.chat_template = MARKS[model]
+    formats, size = choose_formats(tokenizer), len(tokenizer)
+    logits = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    if formats.reasoning == "deepseek_r1":
+        logits[:, tokenizer.convert_tokens_to_ids("</think>")] += 4
+    path, wanted = (
+        table_checkpoint(tmp_path, logits, (), model),
+        StructuredOutputsParams(json=PARAMETERS_OF_ADD),
+    )
+    with LLM(path, num_kv_blocks=100, max_model_len=512) as llm:
+        for prompt in ("Hi", "Hi<think>\n") if formats.reasoning == "deepseek_r1" else ("Hi",):
+            for choice, asked in (("required", None), ("auto", wanted)):
+                constrained = ToolChoice.read([ADD], choice).constrain(asked, formats, prompt, False)
+                params = SamplingParams(
+                    **{"n": 4, "seed": 1, "max_tokens": 300, "structured_outputs": constrained},
+                    skip_special_tokens=not formats.keeps_special_tokens,
+                )
+                (output,) = llm.generate(prompt, params, use_tqdm=False)
+                ended = [one.text for one in output.outputs if one.finish_reason == "stop"]
+                assert ended, [one.text for one in output.outputs]
+                for text in ended:
+                    parser = AnswerParser(formats, prompt, [ADD], asked is None, asked is not None)
+                    *thoughts, (kind, value) = taken_apart(parser, [text])
+                    assert [kind for kind, _ in thoughts] in ([], ["reasoning"]), text
+                    assert kind == ("tool_calls" if asked is None else "content"), text
+                    given = value["arguments"] if asked is None else json.loads(value)
+                    jsonschema.validate(given, PARAMETERS_OF_ADD)
 
 
 # ---- the server ----

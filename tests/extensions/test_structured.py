@@ -10,21 +10,25 @@ import sys
 import threading
 import time
 from copy import deepcopy
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.engine import Sequence
 from nanoengine.extensions.structured import constraints, grammars
-from nanoengine.extensions.structured.constraints import Constraint
+from nanoengine.extensions.structured.constraints import Constraint, Grammars
 from nanoengine.extensions.structured.json_schemas import closed
-from tests.helpers import DEMO, failing_calls, finish, table_checkpoint
+from tests.helpers import ADDED_TOKENS, DEMO, byte_tokenizer, failing_calls, finish, table_checkpoint
 
 PERSON: dict = {"type": "object", "required": ["name", "age"], "additionalProperties": False}
 PERSON["properties"] = {
@@ -649,6 +653,110 @@ def test_objects_are_closed_by_default():
     for one in (expected, expected["properties"]["properties"], expected["items"][0]):
         one["additionalProperties"] = False
     assert closed(schema) == expected
+
+
+# ---- added tokens: text if their flag does not say that they are special ----
+
+ADDED = [
+    (model, name, is_special)
+    for model, both in ADDED_TOKENS.items()
+    for is_special, names in zip((True, False), both, strict=True)
+    for name in names.split()[-4:]
+]
+
+
+@lru_cache
+def compiler_of(model):
+    tokenizer = byte_tokenizer((), model)
+    if model in ("Gemma 3", "Mistral"):  # the vocabulary holds their added tokens too
+        names = tokenizer.get_added_vocab()
+        vocab = {f"<0x{i:02X}>": i for i in range(256)} | names | {"\u2581": len(tokenizer)}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+        backend.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+        fallback = tokenizers.decoders.ByteFallback()
+        backend.decoder = tokenizers.decoders.Sequence(
+            [tokenizers.decoders.Replace("\u2581", " "), fallback, tokenizers.decoders.Fuse()]
+        )
+        backend.add_tokens([*tokenizer.added_tokens_decoder.values()])
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    return tokenizer, Grammars(tokenizer, len(tokenizer) + 9).compiler
+
+
+def accepts(model, asked, token_ids):
+    """Return whether each of these tokens is allowed in turn, and then the end."""
+    compiler = compiler_of(model)[1]
+    matcher = compiler.matcher(compiler.compile(StructuredOutputsParams(**asked)).grammar)
+    for token_id in [*token_ids, compiler.end_id]:
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        assert not matcher.is_error(), matcher.get_error()
+        if not allowed[token_id]:
+            return False
+        if token_id != compiler.end_id:
+            assert matcher.consume_token(token_id), matcher.get_error()
+    return True
+
+
+def spelled(*parts):
+    """Return token ids: a text byte by byte, a token id as it is."""
+    return [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
+
+
+@pytest.mark.parametrize(("model", "name", "is_special"), ADDED)
+def test_text_that_names_an_added_token_can_be_written(model, name, is_special):
+    """With the token itself, as the tokenizer encodes the text, if the token is no special one."""
+    token_id = compiler_of(model)[0].convert_tokens_to_ids(name)
+    one, quoted = f"a{name}b", json.dumps(f"a{name}b")
+    for asked in (
+        {"choice": [one]},
+        {"choice": ["a", one, name]},
+        {"regex": re.escape(one)},
+        {"grammar": f"start: {quoted}"},
+        {"grammar": f'start: A B\nA: /a/\nB: {json.dumps(name + "b")} | /x["\\/]y/'},
+        {"grammar": f"root ::= {quoted}"},
+        {"json": {"const": one}},
+        {"json": {"enum": [one, "a"]}},
+    ):
+        quote = '"' if "json" in asked else ""
+        assert accepts(model, asked, spelled(quote + "a", token_id, "b" + quote)) is not is_special, asked
+        if is_special:
+            assert accepts(model, asked, spelled(quote + one + quote)), asked
+
+
+@pytest.mark.parametrize("model", ADDED_TOKENS)
+def test_free_text_has_every_token_but_special_ones(model):
+    tokenizer, compiler = compiler_of(model)
+    matcher = compiler.matcher(compiler.compile(StructuredOutputsParams(regex="(?s).*")).grammar)
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    added = tokenizer.added_tokens_decoder
+    assert {i for i in added if allowed[i]} == {i for i, token in added.items() if not token.special}
+    assert allowed[: 1 << 7].all()
+
+
+@pytest.mark.parametrize(("model", "name", "is_special"), ADDED)
+def test_a_grammar_may_name_an_added_token_by_its_name_and_its_id(model, name, is_special):
+    tokenizer, _ = compiler_of(model)
+    token_id = tokenizer.convert_tokens_to_ids(name)
+    grammars = [f'start: "a" <[{token_id}]> "b"']
+    if name.startswith("<"):
+        grammars.append(f'start: "a" {name} "b"  // {name}')
+    for grammar in grammars:
+        assert accepts(model, {"grammar": grammar}, spelled("a", token_id, "b")), grammar
+        assert not accepts(model, {"grammar": grammar}, spelled(f"a{name}b")), grammar
+
+
+@pytest.mark.parametrize(("model", "name", "is_special"), ADDED)
+def test_a_structural_tag_may_name_added_tokens(model, name, is_special):
+    """A special token stands for itself there, wherever it is in the tag. Another token is text."""
+    token_id = compiler_of(model)[0].convert_tokens_to_ids(name)
+    for before in ("", "f"):
+        begin = f"{before}{name}x"
+        for trigger in {begin[:1], before + name[:2], before + name, begin}:
+            structure = {"begin": begin, "schema": {"enum": [1, 2]}, "end": f"!{name}"}
+            asked = {"structural_tag": {"structures": [structure], "triggers": [trigger]}}
+            tag = spelled(before, token_id, "x1!", token_id)
+            assert accepts(model, asked, spelled("hm ", *tag, *tag)), trigger
+            assert accepts(model, asked, spelled("hm"))
+            assert not accepts(model, asked, spelled(before, token_id, "x3!", token_id)), trigger
 
 
 # ---- the extra, and the cache ----

@@ -80,7 +80,6 @@ class Grammars:
             "tokenizer": backend.to_str(),
             "num_tokens": num_tokens,
             "end_id": self.end_id,
-            "special_tokens": [token.content for token in tokenizer.added_tokens_decoder.values()],
         }
         self.compiler, self.trials = Compiler(**settings), Trials(**settings)
         num_threads = torch.get_num_threads()

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoengine.extensions.structured.json_schemas import checked_grammar, checked_schema, closed
+from nanoengine.extensions.structured.json_schemas import checked_grammar, checked_schema, closed, literal
 from nanoengine.sampling_params import StructuredOutputsParams
 
 MAX_CHARACTERS = 1 << 16  # length of a grammar: a longer one may take more than a second to compile
@@ -52,6 +52,8 @@ NUM_TRIED = 64  # output tokens that a trial follows the grammar for
 # The default between JSON tokens: a space, or a newline and an indentation. Without a limit on whitespace, as
 # in vLLM, many models never stop indenting.
 WHITESPACE = r"( |\n[ \t]{0,40})"
+# In Lark: a token's name, or a string, regular expression or comment, which may contain one that is text.
+LARK_NAME = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?:#|//).*|(<[^<>\s]+>)')
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,49 @@ class Compiler:
         tokenizer: the tokenizer in the JSON format of the `tokenizers` library.
         num_tokens: number of tokens that a mask covers.
         end_id: the token that stands for every token that ends a sequence.
-        special_tokens: the texts of the special tokens.
     """
 
-    def __init__(self, tokenizer: str, num_tokens: int, end_id: int, special_tokens: list[str]) -> None:
+    def __init__(self, tokenizer: str, num_tokens: int, end_id: int) -> None:
         import llguidance
 
-        self.llguidance, self.end_id, self.special_tokens = llguidance, end_id, special_tokens
-        self.tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=num_tokens, eos_token=end_id)
+        added = json.loads(tokenizer)["added_tokens"]
+        self.special, self.ordinary = (
+            {token["content"]: token["id"] for token in added if token["special"] is is_special}
+            for is_special in (True, False)
+        )
+        self.llguidance, self.end_id = llguidance, end_id
+        self.tokenizer = llguidance.LLTokenizer(self._vocabulary(tokenizer, num_tokens), eos_token=end_id)
         self.limits = llguidance.LLParserLimits(**LIMITS)
+
+    def _vocabulary(self, tokenizer: str, num_tokens: int) -> Any:
+        """Return the tokenizer in a form in which llguidance follows the flags of added tokens.
+
+        Read from JSON, every added token written <...> is special, so that text cannot contain it, although
+        most are ordinary: Qwen's <think> and <tool_call>, Gemma's <b>. Forced text that names an added token
+        is tokenized to it nevertheless, and then refused. Here, a token is part of text unless its flag says
+        that it is special, and text that names a special token is spelled with other tokens.
+        """
+        settings = json.loads(tokenizer)
+        vocab = dict(settings["model"]["vocab"])  # from pairs, in some models
+        settings["added_tokens"] = [
+            {**token, "content": f"\ufdd0{token['id']}"} if token["special"] else token  # not found in text
+            for token in settings["added_tokens"]
+            if not (token["special"] and token["content"] in vocab)  # no merges lead to it
+        ]
+        plain = self.llguidance.LLTokenizer(json.dumps(settings), n_vocab=num_tokens, slices=[])
+        texts = {token_id: plain.decode_bytes([token_id]) for token_id in range(num_tokens)}
+        texts |= {token_id: name.encode() for name, token_id in self.special.items()}
+        special = set(filter(plain.is_special_token, texts)) - {*self.ordinary.values()}
+        fields = {
+            "is_tokenizer_wrapper": True,
+            "eos_token_id": self.end_id,
+            "bos_token_id": None,
+            "tokens": [*texts.values()],
+            "special_token_ids": [*(special | {*self.special.values()})],
+            # A built-in function: Python code could be interrupted by a signal in the middle of a mask.
+            "__call__": plain.tokenize_str,
+        }
+        return type("Vocabulary", (), fields)()
 
     def matcher(self, grammar: str) -> Any:
         """Return a matcher for a grammar, in its initial state."""
@@ -147,7 +183,12 @@ class Compiler:
             are_ids = all(one.strip().isdecimal() for part in bounds for one in part)
             if not are_ids or any(int(part[0]) <= self.end_id <= int(part[-1]) for part in bounds):
                 raise ValueError(f"grammar must name tokens by ids below {self.end_id}, got <[{named}]>")
-        return checked_grammar(str(self.llguidance.grammar_from("grammar", grammar)))
+        lark = str(self.llguidance.grammar_from("grammar", grammar))
+        # llguidance finds only special tokens by their names.
+        lark = LARK_NAME.sub(
+            lambda found: f"<[{self.ordinary[found[1]]}]>" if found[1] in self.ordinary else found[0], lark
+        )
+        return checked_grammar(lark)
 
     def _schema_of(self, asked: StructuredOutputsParams) -> tuple[str, Any]:
         """Return the JSON schema as text, and llguidance's settings for whitespace."""
@@ -167,10 +208,11 @@ class Compiler:
         tag = json.loads(given) if isinstance(given, str) else given
         if not (isinstance(tag, dict) and isinstance(tag.get("structures"), list) and tag["structures"]):
             raise ValueError('structural_tag must hold "structures" and "triggers"')
-        triggers, tags = tag.get("triggers"), []
+        triggers = tag.get("triggers")
         triggers = triggers if isinstance(triggers, list) else []
         triggers = [text for text in triggers if isinstance(text, str) and text]
-        for one in tag["structures"]:
+        rules = []
+        for i, one in enumerate(tag["structures"]):
             match one:
                 case {"begin": str(begin), "schema": dict(schema), "end": str(ending)}:
                     trigger = next(filter(begin.startswith, triggers), None)
@@ -178,9 +220,15 @@ class Compiler:
                     raise ValueError(f"structures must hold begin, schema and end, got {one!r}")
             if trigger is None:
                 raise ValueError(f"structural_tag has no trigger that {begin!r} begins with")
-            tags.append(self.llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=ending))
-        is_special = any(one.trigger in self.special_tokens for one in tags)
-        return str(self.llguidance.StructTag.to_grammar(tags, assume_special=is_special))
+            # A special token ends text by itself. An ordinary trigger ends it only if matched lazily.
+            place = min((begin.find(name) for name in self.special if name in begin), default=len(begin))
+            name = f"HEAD_{i}" if place < len(trigger) else f"head_{i}"
+            head = begin[: min(place, len(trigger))]
+            rules.append(f"{name}{'[lazy]' if name.islower() else ''}: TEXT {json.dumps(head)}")
+            rest, end = (literal(text, self.special) for text in (begin[len(head) :], ending))
+            rules.append(f"tag_{i}: {name} {rest} %json {json.dumps(schema)} {end}")
+        any_tag = " | ".join(f"tag_{i}" for i in range(len(tag["structures"])))
+        return "\n".join((f"start: ({any_tag})* last", "last: TEXT", r"TEXT: /(.|\n)*/", *rules))
 
 
 def check_length(grammar: str) -> None:
@@ -241,7 +289,7 @@ class Trials:
         paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "nanoengine.extensions.structured.grammars"],
+                [sys.executable, "-m", "nanoengine.extensions.structured.constraints.grammars"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths},

@@ -72,6 +72,17 @@ def checked_grammar(grammar: str) -> str:
     return "".join([*parts, grammar[start:]])
 
 
+def literal(text: str, special: dict[str, int]) -> str:
+    """Write text in llguidance's Lark: special tokens by their ids, other text in quotes.
+
+    >>> literal("<a>b", {"<a>": 7})
+    '<[7]> "b"'
+    """
+    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    parts = re.split(f"({names})", text) if names else [text]
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+
+
 def check_recursion(schema: Any) -> None:
     """Raise ValueError if the target of a reference always contains itself again."""
     ending: set[str] = set()  # references whose targets have a finite text
