@@ -50,14 +50,16 @@ def start_runner(
         raise ValueError(
             f"quantization={config.quantization!r} does not match the checkpoint, whose weights are {found}"
         )
-    device = wrap(open_device(config))
+    with uninterrupted():  # a backend that fails in any way when it is tried is not used
+        device = wrap(open_device(config))
+    pack = device.pack and uninterrupted()(device.pack)
     torch_device = device.device
     with phase("kernels"):
         dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
     where: dict[str, Any] = {"dtype": dtype, "device": torch_device, "max_model_len": max_model_len}
     with phase("weights"):
         try:
-            model = load_model(checkpoint, config, **where, shard=shard, pack=device.pack)
+            model = load_model(checkpoint, config, **where, shard=shard, pack=pack)
         except torch.OutOfMemoryError as error:
             from nanoengine.models.load import describe_weights
 
@@ -76,7 +78,7 @@ def start_runner(
     groups = group(specs, max_model_len)
     states = getattr(model, "states", None)
     has_states, state_bytes = states is not None, 0 if states is None else states.slot_bytes
-    with phase("packing"):
+    with phase("packing"), uninterrupted():
         device.prepare(model)
         if device.is_exact:
             from nanoengine.models.batch_invariant import make_exact

@@ -20,7 +20,7 @@ from nanoengine.config import NULLABLE, EngineConfig
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
-from nanoengine.steps import EngineDeadError
+from nanoengine.steps import EngineDeadError, uninterrupted
 from nanoengine.unknown_arguments import ENGINE_IGNORES, RENAMED, accepts, takes
 
 if TYPE_CHECKING:  # at run time it is imported when metrics are requested
@@ -45,10 +45,11 @@ class _Mailbox:
     @staticmethod
     def receive(outputs: list[tuple["_Mailbox", RequestOutput]]) -> None:
         """Wake the consumers of these outputs. Their event loop calls this."""
-        for mailbox, output in outputs:
-            mailbox.output = output if mailbox.output is None else mailbox.output.merged_with(output)
-            if mailbox.waiter is not None and not mailbox.waiter.done():
-                mailbox.waiter.set_result(None)
+        with uninterrupted():
+            for mailbox, output in outputs:
+                mailbox.output = output if mailbox.output is None else mailbox.output.merged_with(output)
+                if mailbox.waiter is not None and not mailbox.waiter.done():
+                    mailbox.waiter.set_result(None)
 
     async def take(self) -> RequestOutput:
         """Wait for an output, and return it."""
@@ -151,7 +152,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
                 yield output
         finally:
             if not finished:
-                with suppress(RuntimeError):  # the engine is closed, so the request is aborted already
+                with uninterrupted(), suppress(RuntimeError):  # closed: the request is aborted already
                     self._send(lambda: self._abort(request_id, mailbox))
 
     async def abort(self, request_id: str) -> None:
@@ -177,7 +178,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
     def close(self) -> None:
         """Abort every request, stop the thread and release the memory. A second call is a no-op."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             if not self._closed:
                 self._closed = True
                 self._commands.put(None)
@@ -205,8 +206,11 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             except BaseException as error:  # a tokenizer's panic, no Exception, must not end the thread
                 done.set_exception(error)
 
-        self._send((lambda: self._waiting.append(run)) if takes_place else run)
-        return await asyncio.wrap_future(done)
+        try:
+            self._send((lambda: self._waiting.append(run)) if takes_place else run)
+            return await asyncio.wrap_future(done)
+        finally:
+            done.cancel()  # no-op unless a signal's handler raised: the command must not run later
 
     def _send(self, command: Callable[[], None]) -> None:
         # The lock ensures that no command is queued after the end mark, where it would never run.

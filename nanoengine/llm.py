@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,39 +209,41 @@ class LLM(AbstractContextManager["LLM"]):
     def _run(self, checked: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Run a call's requests until they finish, and return their outputs in order."""
         start, num_shown, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0, 0
-        progress = tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm)
-        # A Ctrl-C also takes effect between steps, but never while requests are queued or aborted.
-        with progress as bar, uninterrupted() as raise_pending, self._submitted(checked) as (ids, inbox):
-            while len(inbox) < len(ids):
-                self.llm_engine.advance()
-                raise_pending()
-                if len(inbox) == num_shown:
-                    continue
-                for output in itertools.islice(inbox.values(), num_shown, None):
-                    num_prompt_tokens += len(output.prompt_token_ids)
-                    num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                    elapsed = time.monotonic() - start
-                    rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
-                    rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"
-                    bar.set_postfix_str(rates, refresh=False)
-                    bar.update()
-                num_shown = len(inbox)
-            return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
-
-    @contextmanager
-    def _submitted(self, checked: list[CheckedRequest]) -> Iterator[tuple[list[int], Inbox]]:
-        """Queue requests, and yield their ids and inbox. At the block's end, abort the unfinished ones."""
         ids, inbox = list(itertools.islice(self._numbers, len(checked))), Inbox()
-        try:
-            for request_id, one in zip(ids, checked, strict=True):
-                self.llm_engine.submit(request_id, one, inbox)
-            yield ids, inbox
-        finally:
-            self.llm_engine.abort_request(ids)
+        # Signals also take effect between steps, but never while requests are queued or aborted.
+        with (
+            uninterrupted() as handle_signals,
+            tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm) as bar,
+        ):
+            try:
+                self._submit(ids, checked, inbox)
+                while len(inbox) < len(ids):
+                    self.llm_engine.advance()
+                    handle_signals()
+                    if len(inbox) == num_shown:
+                        continue
+                    for output in itertools.islice(inbox.values(), num_shown, None):
+                        num_prompt_tokens += len(output.prompt_token_ids)
+                        num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                        elapsed = time.monotonic() - start
+                        rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
+                        rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"
+                        bar.set_postfix_str(rates, refresh=False)
+                        bar.update()
+                    num_shown = len(inbox)
+            finally:
+                self.llm_engine.abort_request(ids)
+        return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
+
+    def _submit(self, ids: list[int], checked: list[CheckedRequest], inbox: Inbox) -> None:
+        for request_id, one in zip(ids, checked, strict=True):
+            self.llm_engine.submit(request_id, one, inbox)
 
     def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
-        with self._submitted(checked) as (ids, inbox):
-            left = set(ids)
+        ids, inbox = list(itertools.islice(self._numbers, len(checked))), Inbox()
+        left = set(ids)
+        try:
+            self._submit(ids, checked, inbox)
             while left:
                 if not inbox:
                     self.llm_engine.advance()
@@ -250,3 +252,8 @@ class LLM(AbstractContextManager["LLM"]):
                     if output.finished:
                         left.remove(request_id)
                     yield replace(output, request_id=str(request_id - ids[0]))
+        finally:
+            try:
+                self.llm_engine.abort_request(ids)
+            finally:  # a signal's handler may have raised as that call began
+                self.llm_engine.abort_request(ids)

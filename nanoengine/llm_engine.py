@@ -2,8 +2,8 @@
 
 `LLMEngine` chooses the block manager, the scheduler, the runner and the core, from engine.py or from
 extensions/, and runs the `EngineCore` step by step. Three helpers are used throughout. `uninterrupted` delays
-a Ctrl-C to the end of a block, so that no state is left half changed. `Owner` lets only one thread use the
-engine at a time. `Inbox` holds outputs that have not been returned yet.
+a Ctrl-C or a timeout to the end of a block, so that no state is left half changed. `Owner` lets only one
+thread use the engine at a time. `Inbox` holds outputs that have not been returned yet.
 """
 
 import itertools
@@ -190,6 +190,7 @@ class LLMEngine:
             trust_remote_code=self.config.trust_remote_code,
         )
 
+    @uninterrupted()
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.
 
@@ -291,9 +292,21 @@ class LLMEngine:
                 two failed steps without a new token in between finishes with "error".
         """
         self.advance()
-        return self._outputs.take(self._outputs)
+        return self._take_outputs(self._outputs)
 
-    @uninterrupted()  # a Ctrl-C takes effect at the end, so that no output is lost
+    def _take_outputs(self, request_ids: Iterable[Any]) -> list[RequestOutput]:
+        """Take the outputs of these requests, or none of them if a signal's handler raises."""
+        outputs: list[RequestOutput] = []
+        try:
+            with uninterrupted():
+                outputs = self._outputs.take(request_ids)
+            return outputs
+        except BaseException:
+            for output in outputs:
+                self._outputs.put(output)
+            raise
+
+    @uninterrupted()  # a signal takes effect at the end, so that no output is lost
     def advance(self) -> None:
         """Run one step like `step`, and put the outputs into the inboxes of their requests."""
         self._owner.claim()
@@ -315,7 +328,6 @@ class LLMEngine:
         if not self.requests:
             self._rest()
 
-    @uninterrupted()
     def abort_request(self, request_ids: Any) -> list[RequestOutput]:
         """Abort requests, given one id or several, and free their blocks. Unknown ids are ignored.
 
@@ -324,6 +336,11 @@ class LLMEngine:
             "abort" for samples that were unfinished.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._abort(ids)
+        return self._take_outputs(ids)
+
+    @uninterrupted()
+    def _abort(self, ids: list[Any]) -> None:
         requests = [self.requests[i] for i in dict.fromkeys(ids) if i in self.requests]
         if requests:
             self._owner.claim()
@@ -333,10 +350,8 @@ class LLMEngine:
                     self.scheduler.finish(sample.seq, "abort")
             self._forget(request)
             request.inbox.put(request.output())
-        outputs = self._outputs.take(ids)
-        if requests and not self.has_unfinished_requests():
+        if requests and not self.requests:
             self._rest()
-        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has something to compute or to return."""
@@ -421,6 +436,7 @@ class LLMEngine:
             + ", ".join(filter(None, remarks))
         )
 
+    @uninterrupted()
     def close(self) -> None:
         """Abort all requests and release the memory. The engine cannot be used afterwards."""
         self._owner.claim()

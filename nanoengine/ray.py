@@ -16,6 +16,7 @@ except ModuleNotFoundError:
 
 from nanoengine.llm import LLM
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+from nanoengine.steps import uninterrupted
 
 Row = Mapping[str, Any]
 # The columns added to a row. In a failed row all but `error` are null. The first two are `ray.data.llm`'s.
@@ -73,18 +74,20 @@ class Predictor:
         """Return the fields of `ANSWER` for each row. Missing fields are null."""
         answers: list[dict[str, Any]] = [{} for _ in rows]
         for index in sorted(range(len(rows)), key=lambda index: str(rows[index].get(self.column))):
-            try:
-                self.add(str(index), rows[index])
-            except Exception as error:  # user functions and chat templates may raise any exception
-                answers[index]["error"] = f"{type(error).__name__}: {error}"
+            with uninterrupted():
+                try:
+                    self.add(str(index), rows[index])
+                except Exception as error:  # user functions and chat templates may raise any exception
+                    answers[index]["error"] = f"{type(error).__name__}: {error}"
         failure: Exception | None = None
         while self.llm.has_unfinished_requests():
-            try:
-                outputs = self.llm.step()
-            except Exception as error:
-                logging.getLogger(__name__).exception("a step failed and is computed again")
-                failure = error
-                continue
+            with uninterrupted():
+                try:
+                    outputs = self.llm.step()
+                except Exception as error:
+                    logging.getLogger(__name__).exception("a step failed and is computed again")
+                    failure = error
+                    continue
             for output in outputs:
                 answer, [completion] = answers[int(output.request_id)], output.outputs
                 if completion.finish_reason == "error":

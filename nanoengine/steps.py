@@ -1,4 +1,4 @@
-"""Helpers around startup and steps: delaying Ctrl-C, ownership by one thread, timing, and progress."""
+"""Helpers around startup and steps: delaying signals, ownership by one thread, timing, and progress."""
 
 import logging
 import os
@@ -6,6 +6,10 @@ import signal
 import sys
 import threading
 import time
+
+# `signal.getsignal` converts results to enums. Looking at every signal takes twenty times as long with it.
+from _signal import getsignal  # type: ignore[import-not-found]
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,33 +19,70 @@ from tqdm import tqdm
 
 Item = TypeVar("Item")
 log = logging.getLogger("nanoengine")
+SIGNALS = tuple(map(int, signal.valid_signals()))
+
+
+class _Delay:
+    """Stands for the handlers of signals while an `uninterrupted` block runs."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self.arrived: deque[tuple[int, FrameType | None]] = deque()
+        self.is_over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note that a signal has arrived."""
+        self.arrived.append((number, frame))
+        if self.is_over:  # code in the block has kept this handler and installs it again
+            self.handle()
+
+    def begin(self) -> None:
+        """Take the place of every handler that is a Python function. Others do not raise."""
+        for number in SIGNALS:
+            if callable(handler := getsignal(number)):
+                self.handlers[number] = handler
+                signal.signal(number, self)
+
+    def handle(self) -> None:
+        """Call the handlers of the signals that have arrived, in order, until one raises."""
+        while self.arrived:
+            number, frame = self.arrived.popleft()
+            self.handlers[number](number, frame)
+
+    def end(self) -> None:
+        """Put the handlers back and call those that are due, even if one of them raises."""
+        try:
+            for number, handler in self.handlers.items():
+                if getsignal(number) is self:  # otherwise the block has installed another handler
+                    signal.signal(number, handler)
+            self.is_over = True
+            self.handle()
+        finally:
+            if self.arrived or not self.is_over:
+                self.end()
 
 
 @contextmanager
-def uninterrupted(number: int = signal.SIGINT) -> Iterator[Callable[[], None]]:
-    """Delay Ctrl-C, or another signal, until the block (or the decorated call) ends.
+def uninterrupted() -> Iterator[Callable[[], None]]:
+    """Delay signals that have a Python handler, such as Ctrl-C, until the block (or the decorated call) ends.
 
-    No state is left half changed. Yields a function that raises a delayed signal. The block may call it
-    wherever it can clean up.
+    The exception of a handler, such as a timeout, can thus neither leave state half changed nor be caught by
+    an `except` for the errors of other code. Yields a function that calls the handlers of delayed signals.
+    The block may call it wherever it can clean up. A handler that the block itself installs is not delayed.
     """
-    handler = signal.getsignal(number)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield lambda: None  # Python interrupts only its main thread
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # Python calls handlers only in its main thread
         return
-    pending: list[tuple[int, FrameType | None]] = []
-
-    def raise_pending() -> None:
-        if pending:
-            arguments = pending[0]
-            pending.clear()
-            handler(*arguments)
-
-    signal.signal(number, lambda *arguments: pending.append(arguments))
+    delay = _Delay()
     try:
-        yield raise_pending
+        delay.begin()
+        yield delay.handle
     finally:
-        signal.signal(number, handler)
-        raise_pending()
+        try:
+            delay.end()
+        finally:  # a handler may have raised as the first call began
+            if not delay.is_over:
+                delay.end()
 
 
 @contextmanager

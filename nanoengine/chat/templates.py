@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanoengine.requests import check_unicode
+from nanoengine.steps import uninterrupted
 
 MAX_RENDERED = 2**26  # limit on the characters that a chat template may write
 
@@ -51,10 +52,11 @@ def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any)
     Raises:
         ValueError: the template, which is a program, raises an exception or writes too much.
     """
-    try:
-        text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
-    except Exception as error:
-        raise ValueError(f"messages do not fit the model's chat template: {error!r}") from error
+    with uninterrupted():
+        try:
+            text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
+        except Exception as error:
+            raise ValueError(f"messages do not fit the model's chat template: {error!r}") from error
     if len(text) > MAX_RENDERED:
         raise ValueError(f"messages must render to at most {MAX_RENDERED} characters, got {len(text)}")
     return text

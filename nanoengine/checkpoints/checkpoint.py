@@ -26,7 +26,7 @@ from nanoengine.checkpoints.safetensors_files import (
     read_json,
 )
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.steps import phase
+from nanoengine.steps import phase, uninterrupted
 
 if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that needs it
     from nanoengine.checkpoints.gguf import GGUFFile
@@ -221,12 +221,13 @@ def open_checkpoint(
 
             quantization = choose_reader(stated, config, part, model_impl)
         if model_impl != "transformers" and (quantization is not None or not stated):
-            try:
-                with as_value_error(path):
-                    decoder_config = DecoderConfig.from_hf(hf_config)
-            except ValueError:
-                if model_impl == "nanoengine":
-                    raise
+            with uninterrupted():  # the exception of a signal's handler may be a ValueError
+                try:
+                    with as_value_error(path):
+                        decoder_config = DecoderConfig.from_hf(hf_config)
+                except ValueError:
+                    if model_impl == "nanoengine":
+                        raise
         if decoder_config is None:
             from nanoengine.checkpoints.hf_config import check_config
 
@@ -274,6 +275,7 @@ def _stated_eos(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) 
     return [*stated, (fields | overrides).get("eos_token_id")]
 
 
+@uninterrupted()  # any exception of the tokenizer counts, and none of a signal's handler
 def _load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" = None) -> Any:
     """Return the tokenizer of a directory or a GGUF file, or None if there is none."""
     if path.is_file():

@@ -28,6 +28,8 @@ def fetch(
         if for_tokenizer:
             return _fetch(model, revision, TOKENIZERS, OTHER_FOLDERS)
         return _fetch_model(model, revision, with_weights)
+    except TimeoutError:  # raised by the handler of a signal
+        raise
     except OSError as error:
         at = "" if revision is None else f" at revision {revision!r}"
         places = f"as a directory, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"

@@ -29,6 +29,7 @@ from nanoengine.checkpoints.safetensors_files import (
     as_value_error,
     check_fields,
 )
+from nanoengine.steps import uninterrupted
 
 try:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -321,7 +322,7 @@ class GGUFFile:
         check_fields(self.path, config)
         if self.is_known:
             return config  # `load.check_fit` compares it with the tensors
-        with torch.device("meta"), as_value_error(self.path):
+        with uninterrupted(), torch.device("meta"), as_value_error(self.path):
             auto: Any = AutoModelForCausalLM
             needed = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
             held = sum(math.prod(tensor.shape) for tensor in self._tensors.values())

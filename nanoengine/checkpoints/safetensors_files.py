@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from nanoengine.backends.quantized import Quantized
+from nanoengine.steps import uninterrupted
 
 
 class TensorHeader(NamedTuple):
@@ -141,10 +142,11 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
                 f"{path} holds a LoRA adapter and no model; load {base!r} with lora={str(path)!r}"
             )
         raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ValueError(f"{file} cannot be used: {error}") from error
+    with uninterrupted():
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise ValueError(f"{file} cannot be used: {error}") from error
     check_fields(file, config)
     for name in ("quantize_config.json", "hf_quant_config.json"):  # written by GPTQ and ModelOpt
         if not getattr(config, "quantization_config", None) and (path / name).is_file():
@@ -207,9 +209,13 @@ class UnsupportedModelError(ValueError):
 
 @contextmanager
 def as_value_error(source: Path | str) -> Iterator[None]:
-    """Turn transformers' errors about a malformed file into a ValueError that names its cause."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{source} cannot be loaded: {kind}{error}") from error
+    """Turn transformers' errors about a malformed file into a ValueError that names its cause.
+
+    A signal's handler may also raise any exception, so signals wait until the block ends.
+    """
+    with uninterrupted():
+        try:
+            yield
+        except Exception as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"{source} cannot be loaded: {kind}{error}") from error

@@ -43,6 +43,7 @@ from nanoengine.checkpoints.safetensors_files import (
 from nanoengine.config import EngineConfig
 from nanoengine.models.linear_layers import use_linear_layers
 from nanoengine.models.replaced_attention import METHODS, replace_attention
+from nanoengine.steps import uninterrupted
 
 # The allowed difference between two trial passes, relative to the norm of a token's queries, keys or hidden
 # state. Passes of one shape differ at most in the order of sums, by less than 1e-6 in float32. A wrong
@@ -257,6 +258,7 @@ class HFModel(nn.Module):
             self._relay.attention = None  # do not keep the caches alive
         return hidden[0]
 
+    @uninterrupted()
     @torch.no_grad()  # inference_mode would hide the parts of composite operations from `_Waits`
     def _probe(self, max_model_len: int | None) -> None:
         """Find out what each layer stores, and reject a model that would be computed wrongly.

@@ -25,6 +25,7 @@ from nanoengine.checkpoints.safetensors_files import (
 )
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.models.decoder import Decoder
+from nanoengine.steps import uninterrupted
 
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
     from nanoengine.models.hf import HFModel
@@ -86,7 +87,7 @@ def _load_decoder(
 ) -> Decoder:
     decoder_config = checkpoint.decoder_config
     assert decoder_config is not None
-    with torch.device("meta"):
+    with uninterrupted(), torch.device("meta"):
         model = whole = Decoder(decoder_config).to(dtype)
         if shard is not None:
             model = Decoder(shard.config).to(dtype)
@@ -267,7 +268,7 @@ def fill_quantized(
 def describe_weights(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, shard: Any) -> str:
     """Say how much memory the weights take on a device that computes with them in this dtype."""
     shape: Any = checkpoint.decoder_config if shard is None else shard.config
-    with torch.device("meta"):
+    with uninterrupted(), torch.device("meta"):
         if shape is not None:
             model: Any = Decoder(shape)
         else:

@@ -28,7 +28,7 @@ from tests.serving import TIMEOUT, wait_until
 
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
 CODE = """
-import json, os, threading, torch
+import json, os, signal, threading, torch
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
 
 x = torch.randn(600, 600)
@@ -56,9 +56,41 @@ seen["placed by the user"] = enter(PinnedThreads())
 del os.environ["GOMP_CPU_AFFINITY"]
 pinned = PinnedThreads()
 seen["pinned"] = enter(pinned)
+pinned.__enter__()  # as if a signal's handler had raised at its end: the block does not run
+seen["after an exception"] = enter(pinned)
+pinned.__enter__()
+os.sched_setaffinity(0, {max(cores)})
+with pinned:
+    pass
+seen["the user's later change"] = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, cores)
+with pinned:
+    os.sched_setaffinity(0, {max(cores)})
+seen["the user's change inside"] = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, cores)
 thread = threading.Thread(target=lambda: seen.update(other=enter(pinned)))
 thread.start()
 thread.join()
+
+
+def strike(number, cpus, pin=os.sched_setaffinity, main=threading.get_native_id()):
+    pin(number, cpus)
+    if threading.get_native_id() == main:
+        signal.raise_signal(signal.SIGUSR1)
+
+
+def timeout(number, frame):
+    raise TimeoutError
+
+
+signal.signal(signal.SIGUSR1, timeout)
+try:
+    os.sched_setaffinity, unpatched = strike, os.sched_setaffinity
+    PinnedThreads()._pin(tuple(cores))
+except TimeoutError:
+    seen["raised in the callback"] = True
+finally:
+    os.sched_setaffinity = unpatched
 print(json.dumps(seen))
 """
 WITHOUT_PLACES = {key: x for key, x in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))}
@@ -79,6 +111,13 @@ def test_every_core_gets_one_thread_and_the_caller_is_unpinned_at_the_end(seen):
     assert seen["pinned"]["own"] == [cores[0]]
     assert {place[0] for place in seen["pinned"]["inside"] if len(place) == 1} == set(cores)
     assert seen["pinned"]["is_restored"]
+
+
+@needs_cores
+def test_an_exception_at_the_end_of_enter_costs_no_core_and_what_the_user_sets_counts(seen):
+    assert seen["after an exception"] == seen["pinned"]
+    assert seen["the user's later change"] == seen["the user's change inside"] == [cores[-1]]
+    assert seen["raised in the callback"]
 
 
 @needs_cores

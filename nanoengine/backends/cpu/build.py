@@ -22,6 +22,10 @@ FLAGS = (
 )
 
 
+class NoKernelsError(RuntimeError):
+    """Raised if there are no kernels for this machine. The message gives the reason."""
+
+
 def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
     """Load the kernels for some of `kernels.TYPES` (8: with an int8 KV cache), which are compiled if needed.
 
@@ -33,11 +37,11 @@ def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
         The library, and whether it was compiled now.
 
     Raises:
-        RuntimeError: there is no compiler, or the compiler fails.
+        NoKernelsError: there is no compiler, or the compiler fails.
     """
     try:
         return _load(types, FLAGS)
-    except RuntimeError as error:
+    except NoKernelsError as error:
         if "-fopenmp" not in str(error).partition(" failed: ")[2]:
             raise
         return _load(types, FLAGS.replace("-fopenmp", "-fopenmp-simd"))
@@ -46,7 +50,7 @@ def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
 def _load(types: int, flags: str) -> tuple[ctypes.CDLL, bool]:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise RuntimeError("no C++ compiler; install g++ or clang++, or set CXX")
+        raise NoKernelsError("no C++ compiler; install g++ or clang++, or set CXX")
     program, *options = compiler.split()
     command = [program, *flags.split(), f"-DTYPES={types}", *options]  # $CXX may say -march=x86-64-v3
     try:
@@ -68,8 +72,10 @@ def _load(types: int, flags: str) -> tuple[ctypes.CDLL, bool]:
             if writable is not None:  # atomically: another process may do the same
                 path = path.replace(writable / f"{name}-{_digest(path.read_bytes())}.so")
             return ctypes.CDLL(str(path)), True
+    except TimeoutError:  # raised by the handler of a signal
+        raise
     except OSError as error:
-        raise RuntimeError(str(error)) from error
+        raise NoKernelsError(str(error)) from error
 
 
 COMPILER_SECONDS = 60  # the compiler is killed after this time
@@ -81,12 +87,11 @@ def _run(command: list[str], directory: str) -> str:
     None of its processes outlives the call.
 
     Raises:
-        RuntimeError: the compiler fails or does not end.
+        NoKernelsError: the compiler fails or does not end.
     """
     with ExitStack() as delayed:
         # A signal between Popen and `try` would leave the compiler running.
-        delayed.enter_context(uninterrupted(signal.SIGINT))
-        delayed.enter_context(uninterrupted(signal.SIGTERM))
+        delayed.enter_context(uninterrupted())
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -101,13 +106,13 @@ def _run(command: list[str], directory: str) -> str:
             delayed.close()
             out, err = process.communicate(timeout=COMPILER_SECONDS)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{' '.join(command)} did not end in {COMPILER_SECONDS} s") from None
+            raise NoKernelsError(f"{' '.join(command)} did not end in {COMPILER_SECONDS} s") from None
         finally:
-            with suppress(OSError):  # normally the group has ended
+            with uninterrupted(), suppress(OSError):  # normally the group has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {err[-500:]}")
+        raise NoKernelsError(f"{' '.join(command)} failed: {err[-500:]}")
     return out
 
 

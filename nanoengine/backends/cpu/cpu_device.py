@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoengine.backends.cpu.build import NoKernelsError
 from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels, dtype_name
 from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
@@ -46,9 +47,9 @@ class CPU(Device):
         """Use the kernels for that dtype, compiling them if necessary. Return whether there are any."""
         try:
             if self.config.enforce_eager:
-                raise RuntimeError("enforce_eager")
+                raise NoKernelsError("enforce_eager")
             self.kernels, self._no_kernels = Kernels(dtype, self.config.kv_cache_dtype == "int8"), None
-        except RuntimeError as error:
+        except NoKernelsError as error:
             self._no_kernels = str(error)
         return self.kernels is not None
 

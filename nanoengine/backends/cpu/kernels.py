@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.backends.cpu.build import load_library
+from nanoengine.backends.cpu.build import NoKernelsError, load_library
 from nanoengine.backends.host_memory import zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.paged_attention import Settings
@@ -29,7 +29,7 @@ class Kernels:
     Source of the idea: vLLM's `csrc/cpu`.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or the compiler fails. The message gives the reason.
+        NoKernelsError: there is no C++ compiler, or the compiler fails. The message gives the reason.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, int8_cache: bool = False) -> None:
@@ -42,14 +42,14 @@ class Kernels:
 
     def _load(self, dtype: torch.dtype) -> ctypes.CDLL:
         if dtype not in TYPES:
-            raise RuntimeError(f"there are no kernels for {dtype_name(dtype)}")
+            raise NoKernelsError(f"there are no kernels for {dtype_name(dtype)}")
         start = time.perf_counter()
         with unwound_by_sigterm():  # SIGTERM would otherwise leave the compiler running, and its files
             library, was_compiled = load_library(TYPES[dtype] | 8 * self.int8_cache)
         self.seconds += time.perf_counter() - start
         self.was_compiled |= was_compiled
         if not hasattr(library, f"linear_{dtype_name(dtype)}"):
-            raise RuntimeError(f"the compiler does not support {dtype_name(dtype)}")
+            raise NoKernelsError(f"the compiler does not support {dtype_name(dtype)}")
         return library
 
     def serves(self, dtype: torch.dtype) -> bool:
@@ -57,7 +57,7 @@ class Kernels:
         if dtype not in self._libraries:
             try:
                 self._libraries[dtype] = self._load(dtype)
-            except RuntimeError:
+            except NoKernelsError:
                 self._libraries[dtype] = None
         return self._libraries[dtype] is not None
 

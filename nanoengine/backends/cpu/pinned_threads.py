@@ -10,6 +10,8 @@ from threading import local
 
 import torch
 
+from nanoengine.steps import uninterrupted
+
 # OpenMP's environment variables for thread placement. If one is set, the user has placed the threads.
 PLACED_BY_USER = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
@@ -31,11 +33,12 @@ class PinnedThreads:
     def __init__(self, enabled: bool = True) -> None:
         can = hasattr(os, "sched_setaffinity") and not any(name in os.environ for name in PLACED_BY_USER)
         self._openmp, self._pins = _loaded_openmp(), enabled and can
-        self._pinned = local()  # .cpus: those that the calling thread's workers are pinned to
+        # Of the calling thread: .cpus that its workers are pinned to; .change: its CPUs before and in a block
+        self._pinned = local()
         self.cpus: tuple[int, ...] = ()  # of the threads of the team, inside the block; (): not pinned
 
     def __enter__(self) -> None:
-        self._allowed: set[int] | None = None
+        self._unpin()  # a signal's handler may have raised at the end of the last `__enter__`
         self.cpus = ()
         if self._openmp is None or not self._pins or torch.get_num_threads() == 1:
             return
@@ -43,15 +46,21 @@ class PinnedThreads:
         self.cpus = place(torch.get_num_threads(), frozenset(allowed))
         if not self.cpus:
             return
-        self._allowed = allowed
+        self._pinned.change = allowed, {self.cpus[0]}
         if getattr(self._pinned, "cpus", None) != self.cpus:
             self._pin(self.cpus)
             self._pinned.cpus = self.cpus
         os.sched_setaffinity(0, {self.cpus[0]})
 
     def __exit__(self, *error: object) -> None:
-        if self._allowed is not None:
-            os.sched_setaffinity(0, self._allowed)
+        self._unpin()
+
+    def _unpin(self) -> None:
+        """Give the calling thread the CPUs that it had. If the user has changed them since, they stay."""
+        change = getattr(self._pinned, "change", None)
+        if change is not None and os.sched_getaffinity(0) == change[1]:
+            os.sched_setaffinity(0, change[0])
+        self._pinned.change = None
 
     def end(self) -> None:
         """End the calling thread's workers. Call it outside the block. The next operator starts new workers.
@@ -71,7 +80,8 @@ class PinnedThreads:
         def pin_myself(_: int | None) -> None:
             os.sched_setaffinity(0, {cpus[openmp.omp_get_thread_num()]})
 
-        openmp.GOMP_parallel(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(pin_myself), None, len(cpus), 0)
+        with uninterrupted():  # ctypes only prints what a callback raises, such as a handler's exception
+            openmp.GOMP_parallel(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(pin_myself), None, len(cpus), 0)
 
 
 @functools.cache
