@@ -15,10 +15,10 @@ from nanoengine.checkpoints.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.config import FILE_FORMATS, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.load import load_model
-from nanoengine.sampling.sampler import draw_rows, sample_rows, scale_logits, sort_keys
+from nanoengine.sampling.sampler import CachedRows, draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.started import Started
-from nanoengine.steps import Stopwatch, phase, uninterrupted
+from nanoengine.steps import phase, uninterrupted
 
 MAX_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
 
@@ -33,13 +33,14 @@ def start_runner(
     wrap: Callable[[Device], Device] = lambda device: device,
     group: Callable[[list[KVSpec], int], list[KVGroup]] = group_layers,
     beside_bytes: int = 0,
+    before_forward: Callable[[], object] = lambda: None,
 ) -> Started:
     """Load a model on a device, allocate its KV cache and, if possible, capture CUDA graphs.
 
     `choose_runner` is given the groups of layers and whether the model has recurrent states, and returns the
     runner class. If several processes share one model, `shard` is the part to load, and `wrap` adds the
     communication between them to the device. `group` divides the layers into groups. beside_bytes is how
-    much a draft model's K and V add to each block.
+    much a draft model's K and V add to each block. The runner calls `before_forward`.
 
     Raises:
         ValueError: the checkpoint or a setting is not supported, or there is too little memory.
@@ -97,8 +98,11 @@ def start_runner(
     with uninterrupted(), device.running():  # a backend may run a trial on the GPU
         attention = device.choose_attention(model.kv_specs, model.attention_settings)
         device.reserve(max_num_tokens, max_num_chunks, len(groups), table_width)
-        runner = choose_runner(groups, states is not None)(model, device, attention, sample, block_size)
-        runner.rows.max_num_seqs, runner.rows.max_model_len = config.max_num_seqs, max_model_len
+        runner = choose_runner(groups, states is not None)(
+            *(model, device, attention, sample, block_size),
+            rows=CachedRows(config.max_num_seqs, max_model_len),
+            before_forward=before_forward,
+        )
 
         # `Started` keeps these functions. They reach the model by way of the runner, so `close` can free it.
         def make_caches(num_blocks: int, num_slots: int = 0) -> list[KVCache]:
@@ -153,11 +157,10 @@ def start_runner(
 
     def allocate(num_blocks: int) -> None:
         with phase("KV cache"), uninterrupted(), device.running():
-            runner.caches = make_caches(num_blocks, num_slots)
-            runner.forward = capture()
+            runner.set_caches(make_caches(num_blocks, num_slots), capture)
 
     allocate(num_blocks)
-    runner.stopwatch = Stopwatch()  # trial runs do not count as steps
+    runner.stopwatch.clear()  # trial runs do not count as steps
     sizes = num_blocks, max_num_tokens, dtype, specs, groups, digest, num_slots, state_bytes
     return Started(runner, *sizes, shown, allocate)
 
@@ -209,12 +212,12 @@ def plan_trial(
 
     @contextmanager
     def caches() -> Iterator[int]:
-        runner.caches = make_caches(len(block_ids))
+        runner.set_caches(make_caches(len(block_ids)))
         memory = {id(x): x.nbytes for cache in runner.caches for x in (cache.k, cache.v)}  # groups share it
         try:
             yield sum(memory.values())
         finally:
-            runner.caches = []
+            runner.set_caches([])
 
     def compute() -> None:
         for batch in batches:

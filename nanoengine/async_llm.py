@@ -86,13 +86,12 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     def __init__(self, model: str | Path, **settings: Any) -> None:
         config = AsyncConfig(model=model, **settings)
         self._max_concurrent_requests = config.max_concurrent_requests
-        self.llm_engine = LLMEngine(config)  # only the thread steps it
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._checks = ThreadPoolExecutor(1, "nanoengine-checks")  # one thread: requests keep their order
         self._closed, self._lock = False, threading.Lock()
         self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; only for the thread
         self._outgoing: dict[Any, Any] = {}  # outputs that `_deliver` will send; only for the thread
-        self.llm_engine.runner.before_forward = self._deliver
+        self.llm_engine = LLMEngine(config, self._deliver)  # only the thread steps it
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that computes during interpreter shutdown would crash

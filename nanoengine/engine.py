@@ -803,18 +803,34 @@ class ModelRunner:
         attention: builds a step's attention from its metadata. See backends/paged_attention.py.
         sample: samples one token from each row of logits, as sampler.py's `sample_rows` does.
         block_size: number of tokens per block.
+        rows: caches the sampling settings of consecutive steps.
+        before_forward: called just before each forward pass.
     """
 
     def __init__(
-        self, model: Any, device: Device, attention: Attention, sample: Sample, block_size: int
+        self,
+        model: Any,
+        device: Device,
+        attention: Attention,
+        sample: Sample,
+        block_size: int,
+        *,
+        rows: CachedRows | None = None,
+        before_forward: Callable[[], object] = lambda: None,
     ) -> None:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
-        # assembly.py makes the caches, sized by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
-        self.caches: list[KVCache] = []  # one per layer
-        self.forward = Forward()  # assembly.py replaces it
-        self.before_forward: Callable[[], object] = lambda: None  # AsyncLLM replaces it
-        self.rows, self.stopwatch = CachedRows(), Stopwatch()
+        self.rows, self.before_forward = rows or CachedRows(), before_forward
+        self.stopwatch = Stopwatch()
+        self.set_caches([])
+
+    def set_caches(self, caches: list[KVCache], capture: Callable[[], Forward] = Forward) -> None:
+        """Compute with these caches, one per layer, and with what `capture` makes for them.
+
+        assembly.py sizes them by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization, after trial steps.
+        """
+        self.caches = caches
+        self.forward = capture()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: Launch | None = None) -> Launch:
@@ -872,7 +888,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the model, the cache and the graphs."""
-        self.model, self.caches, self.forward, self.rows = None, [], Forward(), CachedRows()
+        self.model, self.rows = None, CachedRows()
+        self.set_caches([])
         self.device.release()
 
 

@@ -56,11 +56,13 @@ class LLMEngine:
     Only one thread may use it at a time: use `AsyncLLM` for several threads. `LLM` generates, chats and
     streams with an `LLMEngine`.
 
+    `before_forward` is called just before each forward pass.
+
     Raises:
         ValueError: a setting or checkpoint is not supported. No memory stays allocated.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, before_forward: Callable[[], object] = lambda: None) -> None:
         self.config = config
         names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config "
         names += "load_format"
@@ -79,7 +81,7 @@ class LLMEngine:
 
             self.draft_model = DraftModel.start(config, self.checkpoint, self.max_model_len, start_runner)
             start = partial(start, beside_bytes=self.draft_model.block_bytes)
-        self.started = start(config, self.checkpoint, self.max_model_len)
+        self.started = start(config, self.checkpoint, self.max_model_len, before_forward=before_forward)
         self.core = self._assemble()
         self.runner, self.scheduler = self.core.runner, self.core.scheduler
         blocks = self.scheduler.block_manager

@@ -33,8 +33,7 @@ from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions.structured.constraints import Grammars
-from nanoengine.sampling.edits import TokenCounts
-from nanoengine.sampling.sampler import sample_rows
+from nanoengine.sampling.sampler import CachedRows, sample_rows
 from nanoengine.started import Started
 from tests.helpers import DEMO
 
@@ -208,7 +207,7 @@ def virtual(loop: Loop):
     """Give the engine this loop's clock, queue and thread, and a model that is a `Chain`."""
 
     def start(config, checkpoint, max_model_len, **others):
-        return start_chain(config, loop)
+        return start_chain(config, loop, others["before_forward"])
 
     def thread_of(**named):
         return EngineThread(**named)
@@ -330,7 +329,7 @@ def laid_out(metadata: Any, size: int) -> Any:
     return metadata, size
 
 
-def start_chain(config: Any, loop: Any) -> Started:
+def start_chain(config: Any, loop: Any, before_forward: Any) -> Started:
     """Return a runner of a `Chain` in place of a model's."""
     specs = [KVSpec(1, 1, 1, torch.int64)]
     size, budget = config.block_size, config.max_num_batched_tokens
@@ -338,8 +337,10 @@ def start_chain(config: Any, loop: Any) -> Started:
     kind: Any = TorchAttention
     attention = Attention(kind, laid_out, [])
     device = FlakyDevice(torch.device("cpu"), config)
-    runner = ModelRunner(model, device, attention, sample_rows, size)
-    runner.rows.counts = TokenCounts(config.max_num_seqs, config.max_model_len)
+    rows = CachedRows(config.max_num_seqs, config.max_model_len)
+    runner = ModelRunner(
+        model, device, attention, sample_rows, size, rows=rows, before_forward=before_forward
+    )
     groups = group_layers(specs, 1 << 20)
     return Started(
         runner, config.num_kv_blocks, budget, torch.float32, specs, groups, b"", 0, 0, "", lambda number: None

@@ -11,14 +11,14 @@ from contextlib import suppress
 import pytest
 import torch
 import transformers
-from nanoengine.backends.cpu.device import CPU
-from nanoengine.extensions.chats import apply_template
-from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.models.files import as_value_error
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.backends.cpu.cpu_device import CPU
+from nanoengine.chat.templates import apply_template
+from nanoengine.checkpoints import checkpoint
+from nanoengine.checkpoints.checkpoint import open_checkpoint
+from nanoengine.checkpoints.safetensors_files import as_value_error
 from nanoengine.config import EngineConfig
-from nanoengine.models import checkpoint
 from nanoengine.steps import _Delay, uninterrupted
 from tests.helpers import DEMO, Lines
 from tests.laws import check_laws

@@ -65,8 +65,8 @@ class Shadow:
 class DraftRunner(ModelRunner):
     """Runs the draft model. Pads or cuts its logits to the width of the target model's logits."""
 
-    def __init__(self, own_width: int, target_width: int, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, own_width: int, target_width: int, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         self.own_width = own_width
         if missing := target_width - own_width:  # if negative, columns are removed
             sample, pad = self.sample, partial(torch.nn.functional.pad, pad=(0, missing), value=-torch.inf)

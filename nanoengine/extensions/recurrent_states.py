@@ -211,8 +211,8 @@ class StatefulScheduler(Scheduler):
 class StatefulRunner(WindowedRunner):
     """Runs models with recurrent state. The arguments are those of the base class."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         self.spans: Spans = {}  # of the batch to launch; written by the scheduler
 
     def build_inputs(

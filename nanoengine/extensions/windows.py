@@ -241,12 +241,14 @@ class WindowedRunner(ModelRunner):
 
     Args:
         num_groups: the number of groups.
-        model, device, attention, sample, block_size: as in the base class.
+        model, device, attention, others, settings: as in the base class.
     """
 
-    def __init__(self, num_groups: int, model: Any, device: Any, attention: Attention, *others: Any) -> None:
+    def __init__(
+        self, num_groups: int, model: Any, device: Any, attention: Attention, *others: Any, **settings: Any
+    ) -> None:
         by_group = attention._replace(build=partial(GroupedAttention, attention.build))
-        super().__init__(model, device, by_group, *others)
+        super().__init__(model, device, by_group, *others, **settings)
         self.num_groups = num_groups
         self.more_tables: MoreTables = {}  # written by the block manager
 

@@ -103,8 +103,8 @@ MAX_ROWS = 256  # rows to compute logits for and sample at a time: each is as wi
 class CachedRows:
     """Caches a step's rows and settings for as long as consecutive steps sample the same sequences."""
 
-    def __init__(self) -> None:
-        self.max_num_seqs = self.max_model_len = 0  # assembly.py sets the limits
+    def __init__(self, max_num_seqs: int = 0, max_model_len: int = 0) -> None:
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len  # the sizes of `counts`
         self._seqs: list[Any] = []
         self._rows: list[SamplingRow] = []
         self._settings: list[RowSettings] = []

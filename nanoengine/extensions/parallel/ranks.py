@@ -429,8 +429,10 @@ def _start_rank(ranks: Ranks, gpu: int, start: Start, config: EngineConfig, *mod
     return start(config, *model, shard=ranks.shard, wrap=partial(ParallelDevice, ranks))
 
 
-def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> Started:
-    """Start all ranks, and return rank 0's runner.
+def start_ranks(
+    start: Start, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, **settings: Any
+) -> Started:
+    """Start all ranks, and return rank 0's runner. Only rank 0 gets the further settings.
 
     The other ranks are processes started here on this host or, under torchrun, the processes that it started.
     Under torchrun only rank 0 returns. The others serve until rank 0 closes, and then raise SystemExit.
@@ -456,7 +458,7 @@ def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_
     else:
         gpu, ranks = 0, _start_processes(start, config, checkpoint, max_model_len)
     try:
-        started = _start_rank(ranks, gpu, start, config, checkpoint, max_model_len)
+        started = _start_rank(ranks, gpu, partial(start, **settings), config, checkpoint, max_model_len)
     except BaseException:
         ranks.close()
         raise
