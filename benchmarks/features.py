@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
         feature.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="with random weights")
         feature.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
         feature.add_argument("--repeats", type=int, default=repeats)
-        feature.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+        feature.add_argument("--threads", type=int, help="default: one per CPU, or what a CPU quota allows")
         return feature
 
     feature = add(speculate, repeats=5)
@@ -245,7 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
     feature.add_argument("--tokens", type=int, default=8_000, help="of the text")
     feature.add_argument("--questions", type=int, default=400, help="for the bundled model")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(args.threads)
+    if args.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # a CPU quota does not lower it
+    torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as scratch:
         write_shape(args.shape, scratch)
         settings = {"dtype": args.dtype, "load_format": "auto" if args.model else "dummy"}

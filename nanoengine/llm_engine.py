@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from nanoengine.assembly import start_runner
+from nanoengine.backends.all_cores import limit_threads
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
@@ -63,7 +64,7 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, before_forward: Callable[[], object] = lambda: None) -> None:
-        self.config = config
+        self.config, self._threads = config, limit_threads()
         names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config "
         names += "load_format"
         settings = {name: getattr(config, name) for name in names.split()}
@@ -429,6 +430,7 @@ class LLMEngine:
             windows,
             states if started.num_state_slots else "",
             started.memory,
+            self._threads,
             drafts if config.num_speculative_tokens else "",
             "" if config.kv_store is None else f"KV store {blocks.connector.store}",
         ]

@@ -1,15 +1,36 @@
-"""Loads weights on all cores: each core has a thread that reads and packs whole weights."""
+"""Computes on as many cores as the process may use, and loads weights on them, one weight per thread."""
 
+import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
+from nanoengine.backends.memory import cpu_quota
 from nanoengine.steps import bar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def limit_threads() -> str:
+    """Let PyTorch use no more threads than the CPU quota allows, unless OMP_NUM_THREADS is set.
+
+    A container with a quota of one CPU sees all CPUs. Two threads use up its time in half of each period, and
+    wait for the other half: a step took twice as long as with one thread.
+
+    Returns:
+        A note for the user, or "" without such a limit.
+    """
+    quota = cpu_quota()
+    if os.environ.get("OMP_NUM_THREADS") or quota >= (os.cpu_count() or 1):
+        return ""
+    most = max(1, int(quota))
+    if torch.get_num_threads() > most:
+        torch.set_num_threads(most)
+    num_threads = torch.get_num_threads()
+    return f"{num_threads} thread{'s' * (num_threads > 1)} for a CPU quota of {quota:.3g}"
 
 
 def on_all_cores(what: str, function: Callable[[Item], Result], items: Collection[Item]) -> list[Result]:

@@ -1,13 +1,13 @@
-"""CPU memory: how much there is, in large pages, and kept when it is freed."""
+"""CPU memory: how much there is, in large pages, and kept when it is freed. The limits of cgroups."""
 
 import ctypes
 import math
 import mmap
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -38,33 +38,66 @@ class Available(NamedTuple):
         return f"{self.num_bytes / 2**30:.1f} GiB available{self.limit and f' ({self.limit})'}"
 
 
-def available_memory(root: Path = Path("/")) -> Available:
-    """Return the smallest of the machine's available memory and what the process's cgroups have left.
+ROOT = Path("/")
 
-    A cgroup, such as a container's, has its limit minus its use left. Cached files do not count as used: the
-    system drops them when memory is needed. Reads cgroups of version 1 and 2, under `root`.
+
+def cgroup_folders(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the folder of the process's cgroup and of each of its ancestors, whose limits apply too.
+
+    Each comes with the version of its cgroups, 1 or 2.
     """
-    found = [Available(psutil.virtual_memory().available, "")]
     memberships = root / "proc/self/cgroup"
     for line in memberships.read_text().splitlines() if memberships.is_file() else ():
         number, controllers, path = line.split(":", 2)
-        if number == "0":
-            base, names, total = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
-        elif "memory" in controllers.split(","):
-            base, total = root / "sys/fs/cgroup/memory", "total_"
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
+        if number != "0" and controller not in controllers.split(","):
             continue
+        base = root / "sys/fs/cgroup" / ("" if number == "0" else controller)
         group = base / path.lstrip("/")  # in a container this folder may be missing: then `base` is the group
-        for folder in (group, *group.parents):  # the limits of its ancestors apply too
-            with suppress(OSError, ValueError):  # no limit: the file is missing or says "max"
-                limit, used = (int((folder / name).read_text()) for name in names)
-                counts = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                cached = sum(int(counts[f"{total}{kind}_file"]) for kind in ("active", "inactive"))
-                words = f"the cgroup's limit is {limit / 2**30:.1f} GiB"
-                found.append(Available(max(0, limit - used + cached), words))
+        for folder in (group, *group.parents):
+            yield 2 if number == "0" else 1, folder
             if folder == base:
                 break
+
+
+def cpu_quota(root: Path = ROOT) -> float:
+    """Return how many CPUs' time the process's cgroups may take: infinity without a limit."""
+    quotas = [math.inf]
+    for version, folder in cgroup_folders("cpu", root):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no limit: no file, "max" or -1
+            if version == 2:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            else:
+                quota, period = (int((folder / f"cpu.cfs_{x}_us").read_text()) for x in ("quota", "period"))
+            quotas += [quota / period] if quota > 0 else []
+    return min(quotas)
+
+
+def available_memory(root: Path = ROOT) -> Available:
+    """Return the least of the machine's available memory and what the process's limits leave.
+
+    A cgroup, such as a container's, has its limit minus its use left. Cached files do not count as used: the
+    system drops them when memory is needed. Reads cgroups of version 1 and 2, under `root`. The limits of the
+    process itself (`ulimit -v` and `-d`) count the addresses that it has reserved.
+    """
+    found = [Available(psutil.virtual_memory().available, "")]
+    for version, folder in cgroup_folders("memory", root):
+        is_v2 = version == 2
+        usage, total = ("current", "") if is_v2 else ("usage_in_bytes", "total_")
+        for name in ("max", "high") if is_v2 else ("limit_in_bytes",):
+            with suppress(OSError, ValueError):  # no limit: the file is missing or says "max"
+                limit, used = (int((folder / f"memory.{x}").read_text()) for x in (name, usage))
+                counts = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                cached = sum(int(counts[f"{total}{kind}_file"]) for kind in ("active", "inactive"))
+                words = "memory.high" if name == "high" else "limit"
+                words = f"the cgroup's {words} is {limit / 2**30:.1f} GiB"
+                found.append(Available(max(0, limit - used + cached), words))
+    process: Any = psutil.Process()
+    for kind, reserved in ("RLIMIT_AS", "vms"), ("RLIMIT_DATA", "data"):
+        if hasattr(psutil, kind):  # on Linux
+            limit = process.rlimit(getattr(psutil, kind))[0]
+            if limit != psutil.RLIM_INFINITY:
+                left = max(0, limit - getattr(process.memory_info(), reserved))
+                found.append(Available(left, f"{kind} is {limit / 2**30:.1f} GiB"))
     return min(found)
 
 

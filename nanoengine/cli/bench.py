@@ -114,12 +114,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", help="directory or hub id; default: the workload's, with random weights")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=CORES)
+    parser.add_argument("--threads", type=int, help="default: one per CPU, or what a CPU quota allows")
     args = parser.parse_args(arguments)
-    if args.repeats < 1 or args.threads < 1:
+    if args.repeats < 1 or (args.threads is not None and args.threads < 1):
         parser.error("--repeats and --threads must be at least 1")
 
-    torch.set_num_threads(args.threads)
+    if args.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # a CPU quota does not lower it
+    torch.set_num_threads(args.threads or CORES)
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "config.json").write_text(json.dumps(SHAPES[WORKLOADS[args.workload].shape]))
         settings: dict[str, Any] = {} if args.model else {"load_format": "dummy", "max_model_len": 2048}

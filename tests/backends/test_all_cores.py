@@ -1,5 +1,7 @@
 """Weights that are read and packed by several threads."""
 
+import math
+import os
 import threading
 
 import pytest
@@ -35,6 +37,33 @@ def test_each_thread_runs_its_operators_alone_and_the_setting_comes_back(three_t
     later.start()
     later.join()
     assert seen == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("quota", "asked", "threads", "note"),
+    [
+        (math.inf, "", 3, ""),
+        (8.0, "", 3, ""),  # as many as there are CPUs
+        (5.0, "", 3, "3 threads for a CPU quota of 5"),  # PyTorch's own number is below
+        (2.9, "", 2, "2 threads for a CPU quota of 2.9"),
+        (0.5, "", 1, "1 thread for a CPU quota of 0.5"),
+        (0.5, "3", 3, ""),
+    ],
+)
+def test_threads_and_threads_of_masks_follow_the_cpu_quota_unless_the_user_sets_them(
+    quota, asked, threads, note, three_threads, monkeypatch, caplog
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    for module in ("cores", "cpu.threads"):
+        monkeypatch.setattr(f"nanoengine.backends.{module}.cpu_quota", lambda: quota)
+    for _ in range(2):  # a second engine says so too
+        with LLM("demo", num_kv_blocks=20, pin_threads=False) as llm:
+            grammars = llm.llm_engine._grammars
+            assert torch.get_num_threads() == threads
+            assert grammars.threads._max_workers == max(1, threads - 1)
+            assert grammars.slow_threads._max_workers == max(1, threads // 2)
+            assert (f", {note}" in caplog.messages[-1]) if note else "quota" not in caplog.messages[-1]
 
 
 def test_an_error_in_one_thread_ends_the_work(three_threads):

@@ -29,6 +29,7 @@ from tests.serving import TIMEOUT, wait_until
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
 CODE = """
 import json, os, signal, threading, torch
+from nanoengine.backends.cpu import pinned_threads as threads
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
 
 x = torch.randn(600, 600)
@@ -54,6 +55,9 @@ seen["single"] = enter(PinnedThreads(), 1)
 os.environ["GOMP_CPU_AFFINITY"] = "0"
 seen["placed by the user"] = enter(PinnedThreads())
 del os.environ["GOMP_CPU_AFFINITY"]
+unlimited, threads.cpu_quota = threads.cpu_quota, lambda: len(cores) - 0.5
+seen["quota"] = enter(PinnedThreads())
+threads.cpu_quota = unlimited
 pinned = PinnedThreads()
 seen["pinned"] = enter(pinned)
 pinned.__enter__()  # as if a signal's handler had raised at its end: the block does not run
@@ -128,7 +132,7 @@ def test_another_thread_s_team_is_pinned_too(seen):
 
 
 @needs_cores
-@pytest.mark.parametrize("why", ["disabled", "too many", "single", "placed by the user"])
+@pytest.mark.parametrize("why", ["disabled", "too many", "single", "placed by the user", "quota"])
 def test_nothing_is_pinned_if_disabled_or_threads_are_not_one_per_core(why, seen):
     assert seen[why]["own"] == cores
     assert all(place == cores for place in seen[why]["inside"])

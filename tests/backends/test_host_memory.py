@@ -1,6 +1,8 @@
 """Memory in large pages, and how much of it there is."""
 
+import math
 import mmap
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.backends.cpu.kernels import Kernels
-from nanoengine.backends.host_memory import LARGE_PAGE, available_memory, zeros_on_large_pages
+from nanoengine.backends.host_memory import LARGE_PAGE, available_memory, cpu_quota, zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -136,6 +138,138 @@ def test_the_cache_takes_half_of_what_is_available_and_no_more_can_be_asked_for(
     for size in ({"kv_cache_bytes": 201 << 20}, {"num_kv_blocks": 1 << 20}):
         with pytest.raises(ValueError, match=r"0.2 GiB available \(a reason\); lower num_kv_blocks"):
             LLM("demo", **size)
+
+
+@pytest.mark.parametrize(
+    ("high", "left", "limit"),
+    [
+        ("max", 3, "limit is 4.0"),
+        (3, 2, "memory.high is 3.0"),
+        (6, 3, "limit is 4.0"),
+        (0.5, 0, "high is 0.5"),
+    ],
+)
+@pytest.mark.parametrize("path", ["a/b", "a", ""])
+def test_memory_high_of_every_level_bounds_the_available_memory(
+    path, high, left, limit, tmp_path, monkeypatch
+):
+    lay_out(tmp_path, {(V2, "a/b"): (4, 1, 0), (V2, path): (4, 1, 0)})
+    high = high if high == "max" else int(high * GIB)
+    (tmp_path / NAMES[V2][0] / path / "memory.high").write_text(f"{high}\n")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
+    found = available_memory(tmp_path)
+    assert found.num_bytes == left * GIB
+    assert limit in found.limit
+
+
+LIMITED = """
+import resource, sys, psutil
+from nanoengine.backends.memory import available_memory
+
+kind, used = sys.argv[1:]
+limit = getattr(psutil.Process().memory_info(), used) + (512 << 20)
+resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (limit, resource.RLIM_INFINITY))
+found = available_memory()
+assert 500 << 20 < found.num_bytes <= 512 << 20, found
+assert found.limit.startswith(f"RLIMIT_{kind} is "), found
+if kind == "AS":  # without the bound, the cache of 10,000 sequences would need more addresses
+    from nanoengine import LLM
+
+    with LLM("demo", max_num_seqs=10_000) as llm:
+        cache = sum(one.k.nbytes + one.v.nbytes for one in llm.llm_engine.runner.caches)
+        assert cache < 256 << 20, cache
+        llm.generate("Hello", use_tqdm=False)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize(("kind", "used"), [("AS", "vms"), ("DATA", "data")])
+def test_limits_of_the_process_bound_the_available_memory(kind, used):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LIMITED, kind, used]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# ---- How much time of the CPUs there is ----------------------------------------------------------
+
+CPU_NAMES = {  # version -> the line of the membership, the folder of its groups
+    2: ("0::/a/b", "sys/fs/cgroup"),
+    1: ("3:cpu,cpuacct:/a/b", "sys/fs/cgroup/cpu"),
+}
+
+
+def lay_out_quotas(root, quotas):
+    """Write cgroup files as the system shows them: for each version and group its quota and its period."""
+    for (version, path), (quota, period) in quotas.items():
+        folder = root / CPU_NAMES[version][1] / path
+        folder.mkdir(parents=True, exist_ok=True)
+        if version == 2:
+            (folder / "cpu.max").write_text(f"{quota} {period}\n")
+        else:
+            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+    (root / "proc/self").mkdir(parents=True)
+    lines = ["5:devices:/x", "4:cpuset:/a/b", *(CPU_NAMES[version][0] for version, _ in quotas)]
+    (root / "proc/self/cgroup").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("quotas", "expected"),
+    [
+        ({}, math.inf),
+        ({(2, "a/b"): ("max", 100_000)}, math.inf),
+        ({(1, "a/b"): (-1, 100_000)}, math.inf),
+        ({(2, "a/b"): (150_000, 100_000)}, 1.5),
+        ({(1, "a/b"): (150_000, 100_000)}, 1.5),
+        ({(2, "a/b"): (5_000, 10_000), (2, "a"): ("max", 100_000)}, 0.5),
+        ({(2, "a/b"): (400_000, 100_000), (2, "a"): (200_000, 100_000)}, 2),  # the parent's quota
+        ({(1, "a/b"): (400_000, 100_000), (1, ""): (300_000, 100_000)}, 3),
+        ({(1, ""): (300_000, 100_000)}, 3),  # in a container: its group's folder is the base
+        ({(2, "a/b"): (400_000, 100_000), (1, "a"): (200_000, 100_000)}, 2),
+    ],
+)
+def test_the_cpu_quota_is_the_least_of_the_cgroups_up_to_the_root(quotas, expected, tmp_path):
+    lay_out_quotas(tmp_path, quotas)
+    assert cpu_quota(tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_in_a_real_cgroup_there_are_as_many_threads_as_its_quota_allows():
+    base = next((x for x in map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")) if x.exists()), None)
+    group = (base or Path("/nowhere")) / "nanoengine-test"
+    try:
+        try:
+            group.mkdir()
+            if (group / "cpu.max").exists():
+                (group / "cpu.max").write_text("150000 100000")
+            else:
+                (group / "cpu.cfs_quota_us").write_text("150000")
+        except OSError:
+            pytest.skip("no right to make a cgroup with a CPU quota here")
+        script = f"""if True:
+            import os, pathlib, torch
+            pathlib.Path({str(group / "cgroup.procs")!r}).write_text(str(os.getpid()))
+            torch.set_num_threads(os.cpu_count())
+            from nanoengine import LLM
+            LLM("demo", num_kv_blocks=9).close()
+            print(torch.get_num_threads())
+        """
+        environment = {key: x for key, x in os.environ.items() if key != "OMP_NUM_THREADS"}
+        for given, expected in (({}, "1"), ({"OMP_NUM_THREADS": str(os.cpu_count())}, str(os.cpu_count()))):
+            done = subprocess.run(
+                [sys.executable, "-c", script],
+                env=environment | given,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=True,
+            )
+            assert done.stdout.strip() == expected
+            assert ("1 thread for a CPU quota of 1.5" in done.stderr) == (not given)
+    finally:
+        with suppress(OSError):
+            group.rmdir()
 
 
 @pytest.mark.slow

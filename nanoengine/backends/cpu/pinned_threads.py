@@ -10,6 +10,7 @@ from threading import local
 
 import torch
 
+from nanoengine.backends.memory import cpu_quota
 from nanoengine.steps import uninterrupted
 
 # OpenMP's environment variables for thread placement. If one is set, the user has placed the threads.
@@ -26,12 +27,14 @@ class PinnedThreads:
     core, each such barrier lasts a scheduler tick: 8 ms for a product that takes 0.2 ms.
 
     The calling thread is unpinned at the end, because threads that it starts later would inherit its single
-    core. Its workers stay pinned. Nothing is pinned on systems other than Linux, if `place` finds no CPUs, or
-    if the user has placed the threads.
+    core. Its workers stay pinned. Nothing is pinned on systems other than Linux, if `place` finds no CPUs, if
+    the user has placed the threads, or if a CPU quota is below the number of CPUs.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         can = hasattr(os, "sched_setaffinity") and not any(name in os.environ for name in PLACED_BY_USER)
+        # With a quota below the CPUs, other processes run on them, which may choose the same ones
+        can = can and cpu_quota() >= len(os.sched_getaffinity(0))
         self._openmp, self._pins = _loaded_openmp(), enabled and can
         # Of the calling thread: .cpus that its workers are pinned to; .change: its CPUs before and in a block
         self._pinned = local()
