@@ -1,11 +1,12 @@
 """Checks requests, and turns the tokens of sequences into outputs."""
 
 import math
+import string
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -34,6 +35,8 @@ class TokensPrompt(TypedDict):
 
 LONG_TEXT, PIECE = 2**16, 2**14  # a longer text is first tokenized in pieces; both in characters
 USUAL_CHARS = 8  # few tokens have more characters than this
+AFTER = " \n\t" + string.punctuation  # a word's tokens can depend on the character before it
+MAX_LISTS = 64  # of bad words, whose tokens are kept for other requests
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
@@ -60,6 +63,8 @@ class RequestChecker:
         self.max_model_len = max_model_len
         self.blocks = blocks  # the engine's BlockManager, for the size of the KV cache
         self.max_prompt_len = max_model_len - 1  # a prompt must leave room for one output token
+        find = partial(bad_word_ids, tokenizer=checkpoint.tokenizer, vocab_size=checkpoint.vocab_size)
+        self._bad_word_ids = lru_cache(MAX_LISTS)(find)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False) -> list[int]:
         """Tokenize a prompt's text.
@@ -123,7 +128,7 @@ class RequestChecker:
         if limit is not None and len(token_ids) > limit:
             text, token_ids = None, token_ids[-limit:]
         self._check_length(len(token_ids))
-        bad_words = bad_word_ids(params.bad_words or [], tokenizer, vocab_size)
+        bad_words = self._bad_word_ids(tuple(params.bad_words or ()))
         banned = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if params.min_tokens else set())
         if banned.issuperset(params.allowed_token_ids or range(vocab_size)):
             raise ValueError(
@@ -223,26 +228,32 @@ def panics_as_errors(name: str) -> Iterator[None]:
 
 
 def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return token sequences that spell the words, at the start of a text and after a space, as in vLLM.
+    """Return every token sequence that spells one of the words at the start of a text or after one of AFTER.
+
+    For example, "wonderful" may be three tokens and " wonderful" one, and "(won" may be a token too.
 
     Raises:
         ValueError: a word has no tokens, or a token that is not in the model's vocabulary.
     """
-    results = []
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    texts = [f"0{character}" for character in AFTER] if bad_words else []
+    befores = {"": [[]], **{text: [encode(text), encode("0"), []] for text in texts}}
+    results: dict[tuple[int, ...], None] = {}  # in order
     for word in bad_words:
-        bare_word = check_unicode("bad_words", word).lstrip()
+        bare_word, spellings = check_unicode("bad_words", word).lstrip(), dict[tuple[int, ...], None]()
         with panics_as_errors("bad_words"):
-            bare = tuple(tokenizer.encode(bare_word, add_special_tokens=False))
-            spaced = tuple(tokenizer.encode(" " + bare_word, add_special_tokens=False))
-        if not bare or max(*bare, *spaced) >= vocab_size:
+            for text, starts in befores.items():
+                ids = encode(text + bare_word)
+                # The character before the word is left out if it has tokens of its own.
+                start = next(start for start in starts if ids[: len(start)] == start)
+                spellings[tuple(ids[len(start) :])] = None
+        spellings.pop((), None)
+        if not spellings or max(map(max, spellings)) >= vocab_size:
             raise ValueError(
                 f"bad_words must hold words that are token ids in [0, {vocab_size}), "
-                f"got {word!r}, which is {list(bare)}, after a space {list(spaced)}"
+                f"got {word!r}, which is {' or '.join(str([*ids]) for ids in spellings) or []}"
             )
-        results.append(bare)
-        # If the space is its own token, the bare spelling after it matches anyway.
-        if len(spaced) == len(bare) and spaced[0] != bare[0]:
-            results.append(spaced)
+        results |= spellings
     return tuple(results)
 
 

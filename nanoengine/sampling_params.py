@@ -181,7 +181,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens already seen
     logit_bias: dict[int, float] | None = None  # added to the logits of these token ids
     allowed_token_ids: list[int] | None = None  # no other token may be sampled
-    bad_words: list[str] | None = None  # words that never appear in full in the output
+    # words that are banned as the tokenizer spells them: at the start of a text, and after white space or an
+    # ASCII punctuation mark. Other tokens can still form the same text
+    bad_words: list[str] | None = None
     max_tokens: int | None = 16  # limit on the output, in tokens; None: up to max_model_len
     min_tokens: int = 0  # no end of sequence, stop token or stop string before this many output tokens
     ignore_eos: bool = False  # go on after the token that ends a sequence

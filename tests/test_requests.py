@@ -3,8 +3,10 @@
 import itertools
 import math
 import random
+import string
 from collections import Counter
 from enum import IntEnum
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +21,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, RequestOutputKind, SamplingParams
-from nanoengine.requests import RequestChecker, check_prompt_ids
+from nanoengine.models import gguf_tokenizer
+from nanoengine.requests import RequestChecker, bad_word_ids, check_prompt_ids
 from tests.helpers import DEMO, chain_checkpoint, checkpoint, random_params, random_prompts, table_checkpoint
 
 
@@ -221,6 +224,97 @@ def test_bad_words_are_never_completed(tmp_path):
         assert text("zz") == "bc def"
         with pytest.raises(TypeError, match="bad_words"):
             text(5)
+
+
+BEFORE = ["", " ", "\n", "\t", *string.punctuation, "\n\n", ".\n", " (", ' "', ") ", "**"]
+SPACED = "wonderful orange forbidden"  # words that training saw after a space only
+WORDS = f"{SPACED} the answer water self value return".split()
+LLAMA, EVERY_MARK = tokenizers.normalizers.Replace(" ", "\u2581"), tokenizers.Regex(r"[^\u2581\w]|\n|_")
+
+
+def corpus():
+    rng = random.Random(0)
+    for _ in range(600):
+        words = rng.choices(WORDS, k=9)
+        yield "".join((" " if word in SPACED else rng.choice(BEFORE[1:])) + word for word in words)
+
+
+def trained_tokenizer(kind):
+    """Return a tokenizer that was trained on `corpus`, of one of the kinds that models have."""
+    pre, trainers = tokenizers.pre_tokenizers, tokenizers.trainers
+    settings = {"show_progress": False, "special_tokens": ["<unk>"]}
+    if kind in gguf_tokenizer.SPLITS:
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+        backend.pre_tokenizer = gguf_tokenizer.pre_tokenizer(kind)
+        trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=pre.ByteLevel.alphabet(), **settings)
+        backend.train_from_iterator(corpus(), trainer)
+    elif kind == "wordpiece":
+        backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
+        backend.normalizer, backend.pre_tokenizer = (
+            tokenizers.normalizers.BertNormalizer(),
+            pre.BertPreTokenizer(),
+        )
+        backend.train_from_iterator(corpus(), trainers.WordPieceTrainer(vocab_size=90, **settings))
+    else:  # SentencePiece's, which does not merge marks with letters
+        used = pre.Metaspace(prepend_scheme="never" if kind == "llama" else kind.removeprefix("unigram "))
+        model, trainer = (
+            tokenizers.models.BPE(unk_token="<unk>"),
+            trainers.BpeTrainer(vocab_size=110, **settings),
+        )
+        if kind.startswith("unigram"):
+            model = tokenizers.models.Unigram()
+            trainer = trainers.UnigramTrainer(vocab_size=60, unk_token="<unk>", **settings)
+        backend = tokenizers.Tokenizer(model)
+        backend.pre_tokenizer = pre.Sequence([used, pre.Split(EVERY_MARK, "isolated")])
+        backend.train_from_iterator(corpus(), trainer)
+        backend.pre_tokenizer = used
+        if kind == "llama":  # the tokenizer.json of Llama 2 prepends a space to the text and splits nothing
+            backend.pre_tokenizer = pre.Sequence([])
+            backend.normalizer = tokenizers.normalizers.Sequence(
+                [tokenizers.normalizers.Prepend("\u2581"), LLAMA]
+            )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def contains(ids, spellings):
+    return any(tuple(ids[i : i + len(one)]) == one for one in spellings for i in range(len(ids)))
+
+
+SENTENCEPIECE = ["llama", "first", "always", "never", "unigram always", "unigram first"]
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe", "qwen2", "gpt-4o", *SENTENCEPIECE, "wordpiece"])
+def test_every_spelling_of_a_bad_word_is_banned_and_no_other_text(kind):
+    tokenizer = trained_tokenizer(kind)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    lengths = {(len(encode(word)), len(encode(f"a {word}")) - len(encode("a"))) for word in SPACED.split()}
+    assert kind == "wordpiece" or kind in SENTENCEPIECE or any(bare > spaced for bare, spaced in lengths)
+    for word in WORDS:
+        spellings = bad_word_ids([word], tokenizer, len(tokenizer))
+        assert len(set(spellings)) == len(spellings)
+        assert bad_word_ids([f" {word}"], tokenizer, len(tokenizer)) == spellings
+        for before in BEFORE:
+            within = before and before != "'"  # after a letter, this may be the mark of a contraction
+            for start in ("", "\n", "the answer", "orange") if within else ("",):
+                ids = encode(f"{start}{before}{word}")
+                assert any(ids[-len(one) :] == [*one] for one in spellings), (start, before, word)
+        for text in corpus():
+            if word not in text:
+                assert not contains(encode(text), spellings), (word, text)
+    several = bad_word_ids(WORDS, tokenizer, len(tokenizer))
+    assert {*several} == {one for word in WORDS for one in bad_word_ids([word], tokenizer, len(tokenizer))}
+
+
+@pytest.mark.parametrize("before", [" ", "\n", "("])
+@pytest.mark.parametrize("words", [(), ("wonderful",), (" wonderful",)])
+def test_a_bad_word_with_another_number_of_tokens_after_a_space_is_never_completed(words, before, tmp_path):
+    text = f"{before}wonderful"
+    with LLM(str(chain_checkpoint(tmp_path, f"x{text}", words)), num_kv_blocks=10) as llm:
+        params = SamplingParams(temperature=0, max_tokens=10)
+        assert llm.generate("x", params, use_tqdm=False)[0].outputs[0].text.startswith(text)
+        for word in "wonderful", " wonderful":
+            params.bad_words = [word]
+            assert "wonderful" not in llm.generate("x", params, use_tqdm=False)[0].outputs[0].text
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
