@@ -7,18 +7,15 @@ parse stays text. A grammar enforces required calls (extensions/structured/const
 Sources: the chat templates of the models that each row names; transformers/utils/chat_parsing.
 """
 
-import ast
 import json
-import re
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from nanoengine.chat.call_syntax import PARAMETER, CallEnd, cast_to, listed, read_content
 from nanoengine.extensions.structured.json_schemas import closed, literal
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import StructuredOutputsParams
@@ -55,11 +52,7 @@ TOOL_FORMATS = {
             "open_pattern": r"\s{0,9}<tool_call>\s{0,9}<function=(?P<name>[^>\n]{1,99})>",
             "close_pattern": r"</function>\s{0,9}</tool_call>\s{0,9}",
             "content": "xml-inline",
-            # An unclosed argument matches without a key, which turns the whole call into text. The pattern
-            # then searches the rest only once.
-            "content_args": {
-                "tag_pattern": r"<parameter=(?:(?P<key>[^>\n]{1,99})>\n?(?P<value>.*?)\n?</parameter>|.*)"
-            },
+            "content_args": {"tag_pattern": PARAMETER},
         },
     ),
     "hermes": ToolFormat(  # Qwen 2.5 and 3, Hermes
@@ -323,6 +316,9 @@ class AnswerParser:
         self.tags[spec.implicit][:0] = [tag for name in names for tag in tags(name, "open", name)]
         self.call: list[str] = []  # the tag and then the text of the open call, as far as they have arrived
         self.captures: dict[str, str] = {}  # the named groups of that tag
+        self.first_end = 0  # the number of pieces in `call` up to the first end tag that is part of a value
+        self.num_scanned = 0  # the number of pieces in `call` that `call_end` has seen
+        self.matches: dict[Any, Any] = {}  # pattern -> its next match, searched from an earlier position
         self.buffer, self.position = spec.truncate_past_last_anchor(prefix) if prefix else "", 0
         list(self._parts_of(is_end=False))  # opens the prompt's last region; drops parts: they are no answer
         self.texts: list[str] = []  # the whole answer
@@ -367,27 +363,40 @@ class AnswerParser:
 
         `ResponseParser` copies the whole text for each piece, and searches the rest of it for each tag.
         """
-        matches: dict[Any, Any] = {}  # pattern -> its next match, searched from an earlier position
+        self.matches = {}
         num_empty = 0
         while True:
-            match, tag, end = self._next_tag(matches, is_end)
+            match, tag, end = self._next_tag(is_end)
             if num_empty > 2:  # the template's regions open and close without any text: stop
                 match, end = None, len(self.buffer)
-            yield from self._take(self.buffer[self.position : end])
+            start, self.position = self.position, end
+            yield from self._take(self.buffer[start:end])
             if match is None:
-                self.position = end
-                break
-            num_empty = num_empty + 1 if match.end() == self.position else 0
+                if is_end and self.call:
+                    yield from self._end_call("")
+                if self.position == len(self.buffer) or not is_end:
+                    break
+                continue
+            if self.call and not self._is_end_of_call():
+                self.first_end = self.first_end or len(self.call) + bool(match[0])
+                self.position = max(match.end(), end + 1)
+                self.call.append(self.buffer[end : self.position])
+                continue
+            num_empty = num_empty + 1 if match.end() == start else 0
             self.position = match.end()
             yield from self._end_call(match[0])
             self.region = tag.region
             if self.region == "tool_calls":
-                self.call = [match[0]]
+                self.call, self.first_end, self.num_scanned = [match[0]], 0, 1
+                self.call_end = CallEnd(self.call_field)
                 self.captures = {name: text for name, text in match.groupdict().items() if text is not None}
-        if is_end:
-            yield from self._end_call("")
 
-    def _next_tag(self, matches: dict[Any, Any], is_end: bool) -> tuple[Any, Any, int]:
+    def _is_end_of_call(self) -> bool:
+        """Return whether the tag at the position ends the open call, and is no part of a value in it."""
+        text, self.num_scanned = "".join(self.call[self.num_scanned :]), len(self.call)
+        return self.call_end.is_reached(text)
+
+    def _next_tag(self, is_end: bool) -> tuple[Any, Any, int]:
         """Return the next certain tag as (match, tag), and where the text before it ends.
 
         While more text may arrive, text that may become a tag, or a longer tag, is held back.
@@ -395,10 +404,10 @@ class AnswerParser:
         size = end = len(self.buffer)
         certain = []
         for tag in self.tags[self.region]:
-            match = matches.get(tag.pattern)
-            if tag.pattern not in matches or (match is not None and match.start() < self.position):
+            match = self.matches.get(tag.pattern)
+            if tag.pattern not in self.matches or (match is not None and match.start() < self.position):
                 match = tag.pattern.search(self.buffer, self.position, partial=not is_end)
-                matches[tag.pattern] = match
+                self.matches[tag.pattern] = match
             if match is None:
                 continue
             may_grow = match.end() == size and (tag.may_grow or match.start() == size)
@@ -431,7 +440,23 @@ class AnswerParser:
                 read = read["arguments"]
             return [Part("tool_calls", self._call_of(one)) for one in listed(read)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return [Part("content", "".join([*call, end]))]
+            pieces = [*call, end]
+            num_kept = self.first_end or len(pieces)
+            kept, rest = "".join(pieces[:num_kept]), "".join(pieces[num_kept:])
+            self._take_back(rest, kept)
+            return [Part("content", kept)]
+
+    def _take_back(self, text: str, before: str) -> None:
+        """Go back to before this text, which precedes the position, and leave the open call."""
+        if not text:
+            return
+        self.region = self.tags["tool_calls"][0].region
+        if len(text) <= self.position:
+            self.position -= len(text)
+            self.matches.pop(self.tags["tool_calls"][0].pattern, None)
+        else:
+            self.buffer = before[-LOOK_BACK:] + text + self.buffer[self.position :]
+            self.position, self.matches = len(before[-LOOK_BACK:]), {}
 
     def _call_of(self, read: Any) -> dict[str, str]:
         """Return a call's name, and its arguments as JSON. Raises ValueError if it is not a call."""
@@ -448,55 +473,6 @@ class AnswerParser:
         schemas = self.schemas.get(call["name"], {})
         arguments = {name: cast_to(schemas.get(name), one) for name, one in arguments.items()}
         return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
-
-
-def listed(value: Any) -> list[Any]:
-    """Return the value itself if it is a list, else a list of the value."""
-    return value if isinstance(value, list) else [value]
-
-
-def read_content(text: str, field: Any, captures: dict[str, str]) -> Any:
-    """Parse a region's text by its field, like transformers' `process_field`, but in linear time."""
-    args = field.content_args
-    if field.content == "json" and (args.get("string_delims") or args.get("unquoted_keys")):
-        text = as_json(text, dict(args.get("string_delims", [])), args.get("unquoted_keys", False))
-        field = replace(field, content_args={"allow_non_json": args.get("allow_non_json", False)})
-    return process_field(text, field, captures)
-
-
-def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
-    """Rewrite JSON with other quotes, and possibly unquoted keys, as standard JSON.
-
-    >>> as_json("{a:<q>x</q>}", {"<q>": "</q>"}, True)
-    '{"a":"x"}'
-    """
-
-    def with_keys(text: str) -> str:
-        return re.sub(r"(?<=[{,])(\w+):", r'"\1":', text) if bare_keys else text
-
-    pieces, position = [], 0
-    opening = re.compile("|".join(map(re.escape, quotes)) or r"(?!)")
-    while quote := opening.search(text, position):
-        end = text.find(quotes[quote[0]], quote.end())
-        if end < 0:
-            break
-        string = json.dumps(text[quote.end() : end])
-        pieces += [with_keys(text[position : quote.start()]), string]
-        position = end + len(quotes[quote[0]])
-    return "".join([*pieces, with_keys(text[position:])])
-
-
-def cast_to(schema: Any, value: Any) -> Any:
-    """Convert a value written as text to the type in its schema. Returns it unchanged if that fails."""
-    kinds = listed(schema.get("type", "string")) if isinstance(schema, dict) else ["string"]
-    if not isinstance(value, str) or "string" in kinds:
-        return value
-    for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            found = read(value.strip())
-            json.dumps(found, allow_nan=False)  # rejects Python values that JSON cannot hold, such as sets
-            return found
-    return value
 
 
 # ---- The tools of a chat -------------------------------------------------------------------------

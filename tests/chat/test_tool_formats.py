@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -134,6 +134,118 @@ def test_the_size_of_pieces_does_not_change_the_parsed_answer(formats, text, exp
     assert taken_apart(parser_of(*formats), pieces) == expected
 
 
+EXAMPLE = f"{CODER}<parameter=a>\n1\n</parameter>\n<parameter=b>2</parameter>\n</function>\n</tool_call>"
+CODER_END = "</function>\n</tool_call>"
+# A call with a string argument, as each format writes it
+CALLS = {
+    "hermes": lambda note: f"<tool_call>\n{noted(note)}\n</tool_call>\n",
+    "qwen3_coder": lambda note: f"{CODER}<parameter=note>\n{note}\n</parameter>\n{CODER_END}\n",
+    "mistral": lambda note: "[TOOL_CALLS]add[ARGS]" + json.dumps({"note": note}, ensure_ascii=False),
+    "mistral list": lambda note: f"[TOOL_CALLS][{noted(note)}]",
+    "harmony": lambda note: (
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+        f"{json.dumps({'note': note})}<|call|>"
+    ),
+    "gemma4": lambda note: f'<|tool_call>call:add{{note:<|"|>{note}<|"|>}}<tool_call|>',
+    "functiongemma": lambda note: (
+        f"<start_function_call>call:add{{note:<escape>{note}<escape>}}<end_function_call>"
+    ),
+    "llama3_json": lambda note: json.dumps({"name": "add", "parameters": {"note": note}}),
+}
+ALONE = ("llama3_json",)  # a call is the whole answer
+
+
+def noted(note):
+    return json.dumps({"name": "add", "arguments": {"note": note}}, ensure_ascii=False)
+
+
+WORDS_OF_VALUES = ["a", " ", "\n", '"', "\\", "'", "{", "}", "[1]", "\u00e9", EXAMPLE, CODER_END]
+WORDS_OF_VALUES += [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=add>",
+    "</function>",
+    "<parameter=b>",
+    "</parameter>",
+]
+WORDS_OF_VALUES += ["[TOOL_CALLS]", "[ARGS]", "<|call|>", "<|end|>", "<|channel|>", "<|message|>", '<|"|>']
+WORDS_OF_VALUES += [
+    "<|tool_call>",
+    "<tool_call|>",
+    "<start_function_call>",
+    "<end_function_call>",
+    "<escape>",
+]
+WORDS_OF_VALUES += [
+    "<think>",
+    "</think>",
+    "<|python_tag|>",
+    *(write("x") for write in list(CALLS.values())[2:]),
+]
+
+
+def can_be_written(calls, value):
+    """Return whether a format's own rules tell where the value ends."""
+    if calls in ("gemma4", "functiongemma"):  # they have no escapes
+        return ('<|"|>' if calls == "gemma4" else "<escape>") not in value
+    if calls != "qwen3_coder":
+        return True
+    rest = value.replace(EXAMPLE, "")
+    is_clear = not re.search(r"</parameter>\s*(<parameter=|</function>\s*</tool_call>|\Z)", rest)
+    return (
+        is_clear
+        and not re.search(r"<tool_call>\s*<function=", rest)
+        and not (rest != value and CODER_END in rest)
+    )
+
+
+@pytest.mark.parametrize("calls", CALLS)
+@settings(max_examples=60, deadline=None)
+@example(values=["A parameter ends with </parameter> here."], cuts=[])
+@example(values=["echo '</tool_call>'", "[TOOL_CALLS]", "<tool_call|>"], cuts=[9])
+@example(values=[f"Calls look like {EXAMPLE} or {EXAMPLE}.", f"They end with {CODER_END}, always."], cuts=[])
+@example(values=["".join(WORDS_OF_VALUES[12:])], cuts=[30, 60])
+@given(
+    values=st.lists(
+        st.lists(st.sampled_from(WORDS_OF_VALUES), max_size=8).map("".join), min_size=1, max_size=3
+    ),
+    cuts=st.lists(st.integers(0, 400), max_size=6),
+)
+def test_an_argument_may_contain_any_tag(calls, values, cuts):
+    assume(all(can_be_written(calls, value) for value in values))
+    values = values[:1] if calls in ALONE else values
+    text = "".join(map(CALLS[calls], values))
+    expected = [("tool_calls", {"name": "add", "arguments": {"note": value}}) for value in values]
+    cuts = sorted(min(cut, len(text)) for cut in cuts)
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    for parts in ([text], text, pieces):
+        assert taken_apart(parser_of(calls.split()[0]), parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("calls", "unread"),
+    [
+        ("hermes", '<tool_call>{"name": "add</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"note": "</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add\\</tool_call>'),
+        ("qwen3_coder", f"{CODER}<parameter=note>\n5\n{CODER_END}"),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"note": "5'),
+        ("gemma4", '<|tool_call>call:add{note:<|"|>5<tool_call|>'),
+        ("harmony", '<|channel|>commentary to=functions.add<|message|>{"note": "5<|call|>'),
+    ],
+)
+@pytest.mark.parametrize("between", ["", " and\n"])
+def test_a_call_after_one_that_is_not_closed_is_still_read(calls, unread, between):
+    """The first has a value without an end. It stays text up to its first end tag."""
+    between = "" if calls == "harmony" else between  # between its messages there is no text
+    text = unread + between + CALLS[calls]("x")
+    call = ("tool_calls", {"name": "add", "arguments": {"note": "x"}})
+    expected = [("content", unread + between.rstrip()), call]
+    for parts in ([text], text, [text[:30], text[30:]]):
+        found = taken_apart(parser_of(calls), parts)
+        assert [(kind, value.rstrip() if kind == "content" else value) for kind, value in found] == expected
+
+
 def test_without_tools_text_like_a_call_stays_text():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     for calls in TOOL_FORMATS:
@@ -228,6 +340,16 @@ def test_structured_output_is_unchanged_content():
         ("hermes", "", "\n"),
         ("hermes", "", "<tool_call>"),
         ("hermes", "", "<tool_call>{}</tool_call>"),
+        ("hermes", "", '<tool_call>"</tool_call>'),
+        ("hermes", "", '<tool_call>{"a</tool_call>\\n'),
+        ("hermes", '<tool_call>{"a": "', "</tool_call>"),
+        ("hermes", '<tool_call>{"a": "', '</tool_call><tool_call>"'),
+        ("hermes", "", '<tool_call>\\"</tool_call>'),
+        ("gemma4", "", '<|tool_call>call:add{a:<|"|><tool_call|>'),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": "', "[TOOL_CALLS]"),
+        ("qwen3_coder", CODER + "<parameter=a>", CODER + "<parameter=a>" + CODER_END),
+        ("qwen3_coder", CODER + "<parameter=a>", CODER_END),
+        ("qwen3_coder", CODER + "<parameter=a>", "</parameter>"),
         ("mistral", "[TOOL_CALLS]", "a"),
         ("mistral", "", "[TOOL_CALLS]a[ARGS]{}"),
         ("qwen3_coder", CODER, "<parameter=a>\n"),
