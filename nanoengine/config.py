@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -107,6 +108,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # reuse the KV blocks of prompts that begin with the same tokens
     # order of waiting requests: as they arrive, or by priority, where a lower number runs first
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    # subclass of `Scheduler` to run requests with, or "module:Class": see docs/guide/scheduling.md
+    scheduler_cls: type[Any] | str | None = None
     pin_threads: bool = True  # on a CPU: pin each PyTorch thread to a core while a step runs
     # code that computes attention; "auto": the fastest that supports the model
     attn_backend: Literal["auto", "flash", "varlen", "triton", "compiled", "torch"] = "auto"
@@ -241,6 +244,15 @@ class EngineConfig:
                 f'device={self.device!r} needs CUDA, which this PyTorch cannot use; set device="cpu"'
             )
         return device
+
+
+def find_named(setting: str, name: str) -> Any:
+    """Import and return what "module:name" or "module.name" names. ValueError: it cannot be imported."""
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f'{setting} must be "module:name", got {name!r}: {error}') from None
 
 
 EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names

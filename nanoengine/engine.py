@@ -463,7 +463,8 @@ class Scheduler:
     Both queues are sorted by `Sequence.order`. Only the head of the waiting queue may be admitted; the others
     wait behind it. When a running sequence needs a block and none is free, the last running sequence is
     preempted (recomputation preemption). A waiting sequence never preempts a running one, regardless of
-    priority. Sequences of equal priority run first come, first served (FCFS).
+    priority. Sequences of equal priority run first come, first served (FCFS). Another policy overrides
+    `next_waiting` and `victim`: see docs/guide/scheduling.md.
     """
 
     def __init__(
@@ -522,8 +523,8 @@ class Scheduler:
             num_tokens = seq.num_tokens
             # Nothing to compute if the final token is pending.
             if num_tokens < seq.max_num_tokens and (self.is_ready is None or self.is_ready(seq)):
-                if num_tokens > seq.capacity and not self._make_room(seq):
-                    break
+                if num_tokens > seq.capacity and not self._make_room(i):
+                    continue  # the next sequence is at this index now
                 chunk = self._schedule_chunk(seq, num_tokens, budget)
                 chunks.append(chunk)
                 budget -= chunk.end - chunk.start
@@ -534,14 +535,14 @@ class Scheduler:
         may_admit = num_preemptions == self.num_preemptions
         waiting = self.waiting if self.is_ready is None else [*filter(self.is_ready, self.waiting)]
         while may_admit and waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = waiting[0]
+            seq = self.next_waiting(waiting)
             if not self.block_manager.allocate(seq):
                 break
             bisect.insort(self.running, seq, key=BY_ORDER)
             # Insert, then delete: if a signal handler raises in between, `recover` still finds the sequence.
             remove(self.waiting, seq)
             if waiting is not self.waiting:
-                del waiting[0]
+                remove(waiting, seq)
             self.tell("admitted", seq)
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.monotonic()
@@ -558,14 +559,24 @@ class Scheduler:
         """Add chunks of draft tokens to a step, and return how many. extensions/speculate.py overrides it."""
         return 0
 
-    def _make_room(self, seq: Sequence) -> bool:
-        """Grow a running sequence's block table, preempting from the tail while too few blocks are free.
+    def next_waiting(self, waiting: list[Sequence]) -> Sequence:
+        """Return the sequence to admit next. If its blocks are not free, no other one is admitted."""
+        return waiting[0]
 
-        Sequences after this one are not scheduled yet, so no scheduled sequence is preempted. Returns False
-        if this sequence itself was preempted.
+    def victim(self, running: list[Sequence]) -> Sequence:
+        """Return the sequence to preempt, among those that this step has not scheduled yet."""
+        return running[-1]
+
+    def _make_room(self, i: int) -> bool:
+        """Grow the block table of the i-th running sequence, preempting others while too few blocks are free.
+
+        Returns False if this sequence itself was preempted.
         """
+        seq = self.running[i]
         while not self.block_manager.may_append(seq, seq.num_tokens):
-            victim = self.running[-1]
+            candidates = self.running[i:]
+            victim = self.victim(candidates)
+            assert victim in candidates
             self._preempt(victim, seq)
             if victim is seq:
                 return False
@@ -576,7 +587,7 @@ class Scheduler:
         """Move a running sequence back to the waiting queue. It keeps its tokens, not its blocks."""
         self.block_manager.free(seq)
         bisect.insort(self.waiting, seq, key=BY_ORDER)
-        del self.running[-1]
+        remove(self.running, seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.tell("freed", seq, for_seq)

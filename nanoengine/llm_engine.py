@@ -22,7 +22,7 @@ from nanoengine.assembly import start_runner
 from nanoengine.backends.all_cores import limit_threads
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.checkpoints.checkpoint import open_checkpoint
-from nanoengine.config import ONLINE_FORMATS, EngineConfig
+from nanoengine.config import ONLINE_FORMATS, EngineConfig, find_named
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
@@ -51,6 +51,18 @@ def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[.
     return partial(WindowedRunner, len(groups))
 
 
+def find_scheduler(given: type[Any] | str | None) -> type[Scheduler]:
+    """Return the class that `scheduler_cls` names.
+
+    Raises:
+        TypeError, ValueError: it is not a subclass of `Scheduler`, or cannot be imported.
+    """
+    found = find_named("scheduler_cls", given) if isinstance(given, str) else given or Scheduler
+    if not isinstance(found, type) or not issubclass(found, Scheduler):
+        raise TypeError(f"scheduler_cls must be a subclass of nanoengine.engine.Scheduler, got {found!r}")
+    return found
+
+
 class LLMEngine:
     """Queues requests and returns their outputs, one step at a time. Names are vLLM's.
 
@@ -65,6 +77,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, before_forward: Callable[[], object] = lambda: None) -> None:
         self.config, self._threads = config, limit_threads()
+        self._scheduler_class = find_scheduler(config.scheduler_cls)
         names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config "
         names += "load_format"
         settings = {name: getattr(config, name) for name in names.split()}
@@ -137,7 +150,9 @@ class LLMEngine:
             settings |= {"more_tables": getattr(runner, "more_tables", None)}
         make_blocks: Callable[..., BlockManager] = BlockManager
         make_core: Callable[..., EngineCore] = EngineCore
-        make_scheduler: Callable[..., Scheduler] = Scheduler
+        # The scheduler that drafts or states need, and its arguments.
+        needed: type[Scheduler] = Scheduler
+        arguments, needed_for = dict[str, Any](), ""
         if config.kv_store is not None:
             from nanoengine.extensions.kvstore.connector import StoringBlockManager, StoringCore, connect
 
@@ -148,7 +163,8 @@ class LLMEngine:
 
             make_blocks = partial(StatefulBlockManager, num_state_slots=started.num_state_slots)
             stateful: Any = runner
-            make_scheduler = partial(StatefulScheduler, spans=stateful.spans)
+            needed, arguments = StatefulScheduler, {"spans": stateful.spans}
+            needed_for = "models with recurrent states"
         elif windows != [None]:
             from nanoengine.extensions.windows import WindowedBlockManager
 
@@ -157,16 +173,22 @@ class LLMEngine:
 
         is_async = runner.device.async_scheduling and config.speculation is None
         if self.draft_model is not None:
-            make_scheduler = self.draft_model.make_scheduler(started)
+            needed, arguments = self.draft_model.scheduler(started)
+            needed_for = "a draft model"
         elif config.speculation is not None:
             from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
             from nanoengine.extensions.structured.constraints import GrammarProposer
 
             propose = GrammarProposer(NgramProposer(config.speculation), config.num_speculative_tokens)
             most = config.speculation.max_drafting_seqs
-            make_scheduler = partial(DraftingScheduler, propose=propose, max_drafting_seqs=most)
-        scheduler = make_scheduler(
+            needed, arguments = DraftingScheduler, {"propose": propose, "max_drafting_seqs": most}
+            needed_for = "speculative_config"
+        chosen = needed if config.scheduler_cls is None else self._scheduler_class
+        if not issubclass(chosen, needed):
+            raise ValueError(f"with {needed_for}, scheduler_cls must extend {needed.__name__}, got {chosen}")
+        scheduler = chosen(
             blocks,
+            **arguments,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=started.max_num_batched_tokens,
             max_model_len=self.max_model_len,

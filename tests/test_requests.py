@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, RequestOutputKind, SamplingParams
-from nanoengine.models import gguf_tokenizer
+from nanoengine.checkpoints import gguf_tokenizer
 from nanoengine.requests import RequestChecker, bad_word_ids, check_prompt_ids
 from tests.helpers import DEMO, chain_checkpoint, checkpoint, random_params, random_prompts, table_checkpoint
 

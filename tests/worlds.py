@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -113,12 +113,14 @@ class World:
         # Weak references and a lambda: neither can be copied.
         del self.runner.rows, self.runner.before_forward
         self.windows = getattr(self.blocks, "windows", (None,))
+        make_scheduler = self.schedulers.get(make_scheduler, make_scheduler)
         self.scheduler = make_scheduler(self.blocks, max_num_batched_tokens=size.budget, **settings)
         self.core = self.make_core(self.scheduler, self, size.max_in_flight)
         self.num_added, self.num_launched, self.failures = 0, 0, dict[int, int]()
         self.forget_cache()
 
     make_core: Any = EngineCore
+    schedulers: ClassVar[dict[type, type]] = {}  # subclasses to use in place of schedulers
 
     def make_blocks(self, kind: Any, *sizes: int, **settings: Any) -> Any:
         return kind(*sizes, **settings)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from nanoengine.backends.memory import cpu_quota
+from nanoengine.backends.host_memory import cpu_quota
 from nanoengine.steps import bar
 
 Item = TypeVar("Item")

@@ -113,6 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default=default)
     parser.add_argument("--model", help="directory or hub id; default: the workload's, with random weights")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--scheduler-cls", metavar="MODULE:CLASS", help="a subclass of `Scheduler`")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default: one per CPU, or what a CPU quota allows")
     args = parser.parse_args(arguments)
@@ -126,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
         Path(scratch, "config.json").write_text(json.dumps(SHAPES[WORKLOADS[args.workload].shape]))
         settings: dict[str, Any] = {} if args.model else {"load_format": "dummy", "max_model_len": 2048}
         try:
-            llm = LLM(args.model or scratch, dtype=args.dtype, **settings)
+            llm = LLM(args.model or scratch, dtype=args.dtype, scheduler_cls=args.scheduler_cls, **settings)
         except (OSError, TypeError, ValueError) as error:
             parser.error(str(error))
         with llm:

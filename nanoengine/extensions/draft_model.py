@@ -98,7 +98,7 @@ class DraftModel:
         max_model_len: int,
         start_runner: Callable[..., Started],
     ) -> Self:
-        """Load the draft model of `speculative_config` with `startup.start_runner`.
+        """Load the draft model of `speculative_config` with `assembly.start_runner`.
 
         Raises:
             ValueError: the draft model or a setting does not work with the target model.
@@ -126,10 +126,11 @@ class DraftModel:
             )
         return cls(started, length, asked.num_speculative_tokens, asked.max_drafting_seqs)
 
-    def make_scheduler(self, target: Started) -> Callable[..., DraftingScheduler]:
-        """Allocate K and V for the target model's blocks, and return a function that makes the scheduler."""
+    def scheduler(self, target: Started) -> tuple[type[DraftingScheduler], dict[str, Any]]:
+        """Allocate K and V for the target model's blocks. Return the scheduler's class and its arguments."""
         self.started.allocate(target.num_blocks)
-        return partial(ModelDraftingScheduler, draft_model=self, max_drafting_seqs=self.max_drafting_seqs)
+        arguments = {"draft_model": self, "max_drafting_seqs": self.max_drafting_seqs}
+        return ModelDraftingScheduler, arguments
 
     def follow(self, seq: Sequence, blocks: list[Block]) -> Shadow:
         """Return a sequence's shadow, up to date with its tokens and blocks."""

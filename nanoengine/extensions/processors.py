@@ -5,7 +5,6 @@ first, as in vLLM. `SamplingParams(logits_processors=[...])` is for one request,
 `LLM(logits_processors=[...])` for all requests.
 """
 
-import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nanoengine.config import find_named
 from nanoengine.sampling.sampler import SamplingRow
 from nanoengine.sampling_params import check_processors, num_arguments
 
@@ -24,16 +24,9 @@ def find_functions(given: Sequence[Any]) -> list[Callable[..., Any]]:
     Raises:
         TypeError, ValueError: one is not a function, or cannot be imported.
     """
-    return check_processors([find_function(one) if isinstance(one, str) else one for one in given])
-
-
-def find_function(name: str) -> Any:
-    """Import and return what "module:function" names. Raises ValueError if it cannot be imported."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f'logits_processors must hold "module:function", got {name!r}: {error}') from None
+    return check_processors(
+        [find_named("logits_processors", one) if isinstance(one, str) else one for one in given]
+    )
 
 
 class FunctionProcessor:

@@ -43,7 +43,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import BlockManager, Scheduler
+from nanoengine.engine import BlockManager
 from nanoengine.flags import FlexibleArgumentParser, argparse_type
 from nanoengine.lab.simulation import (
     DEMO_COSTS,
@@ -56,7 +56,7 @@ from nanoengine.lab.simulation import (
     read_arrivals,
     simulate,
 )
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.llm_engine import LLMEngine, find_scheduler
 
 
 def cells(report: Report) -> dict[str, str]:
@@ -162,10 +162,18 @@ def named_policy(text: str) -> str:
     return text
 
 
+@argparse_type
+def named_scheduler(text: str) -> str:
+    """Return the name of a scheduler class, or raise ValueError or TypeError if there is none."""
+    find_scheduler(text)
+    return text
+
+
 # name -> its parser, its default, its help text, and its format in a table's row label
 SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
     "rate": (positive, 30.0, "requests a second", "{:g}/s"),
     "scheduling_policy": (named_policy, "fcfs", "fcfs, priority, shortest, ageing:SECONDS_PER_TOKEN", "{}"),
+    "scheduler_cls": (named_scheduler, "nanoengine.engine:Scheduler", "module:Class, a `Scheduler`", "{}"),
     "max_num_batched_tokens": (at_least(1), 1024, "token budget of a step", "budget {}"),
     "long_prefill_token_threshold": (at_least(0), 0, "of a sequence in a step; 0: no limit", "chunks of {}"),
     "num_kv_blocks": (at_least(1), 2048, "blocks of the KV cache", "{} blocks"),
@@ -254,7 +262,7 @@ def compare(args: argparse.Namespace) -> None:
             setup["num_kv_blocks"], setup["block_size"], enable_prefix_caching=args.enable_prefix_caching
         )
         limits = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
-        scheduler = Scheduler(blocks, **{name: setup[name] for name in limits})
+        scheduler = find_scheduler(setup["scheduler_cls"])(blocks, **{name: setup[name] for name in limits})
         name = ", ".join(SETTINGS[name][3].format(setup[name]) for name in varied) or "the lab"
         total = len(args.arrivals) if args.arrivals else args.num_requests
         progress = tqdm(arrivals, name, total, leave=False, disable=None)

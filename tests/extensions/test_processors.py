@@ -184,8 +184,8 @@ CLASS = (
     [
         (prefer_60, "must be a list"),
         ([5], "must take"),
-        (["nowhere.at:all"], 'must hold "module:function"'),
-        (["json"], 'must hold "module:function"'),
+        (["nowhere.at:all"], 'logits_processors must be "module:name"'),
+        (["json"], 'logits_processors must be "module:name"'),
         ([Wish], CLASS),
         (["tests.extensions.test_processors:Wish"], CLASS),
     ],

@@ -10,7 +10,7 @@ from threading import local
 
 import torch
 
-from nanoengine.backends.memory import cpu_quota
+from nanoengine.backends.host_memory import cpu_quota
 from nanoengine.steps import uninterrupted
 
 # OpenMP's environment variables for thread placement. If one is set, the user has placed the threads.

@@ -486,7 +486,11 @@ def _start_processes(start: Start, config: EngineConfig, checkpoint: Checkpoint,
     port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
     store = dist.TCPStore("127.0.0.1", port, **options, master_listen_fd=listener.detach())
     # Leave out what a rank does not need and pickle may not support.
-    settings = replace(config, trace=None), replace(checkpoint, tokenizer=None), max_model_len
+    settings = (
+        replace(config, trace=None, scheduler_cls=None),
+        replace(checkpoint, tokenizer=None),
+        max_model_len,
+    )
     workers = Workers(serve, size - 1, start, *settings, port, num_threads)
     try:
         workers.wait_until(lambda: store.add("ready", 0) == size - 1)

@@ -1,0 +1,168 @@
+"""Schedulers that a user passes in: `scheduler_cls`."""
+
+import random
+import re
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.cli import bench
+from nanoengine.engine import Scheduler
+from nanoengine.extensions.speculate import DraftingScheduler
+from nanoengine.lab import command
+from nanoengine.llm_engine import find_scheduler
+from tests.helpers import DEMO, finish
+from tests.model_table import small_config, small_model
+from tests.test_scheduling_machine import BRIEFLY, CoreMachine, ExtendedMachine
+from tests.worlds import World
+
+GUIDE = Path(__file__).parent.parent / "docs" / "guide" / "scheduling.md"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def policy(tmp_path, monkeypatch):
+    """Return the name of the guide's policy, in a module that can be imported."""
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "guide_policy.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "guide_policy:ShortestFirst"
+
+
+def order_of_ends(llm, lengths):
+    """Return the requests' numbers in the order in which they finish, and their token ids."""
+    for i, length in enumerate(lengths):
+        llm.add_request(str(i), [5 + i], SamplingParams(max_tokens=length, **GREEDY))
+    outputs = finish(llm)
+    return [int(name) for name in outputs], {
+        i: outputs[str(i)].outputs[0].token_ids for i in range(len(lengths))
+    }
+
+
+@pytest.mark.parametrize("separator", [":", "."])
+def test_the_guide_s_policy_runs_the_shortest_job_first_and_changes_no_token(policy, separator, monkeypatch):
+    lengths, settings = [40, 30, 20, 10], {"num_kv_blocks": 40, "block_size": 8, "max_num_seqs": 1}
+    with LLM(DEMO, **settings) as llm:
+        in_order, expected = order_of_ends(llm, lengths)
+    assert in_order == [0, 1, 2, 3]
+    with LLM(DEMO, **settings, scheduler_cls=policy.replace(":", separator)) as llm:
+        llm.scheduler.tokens_per_second = 0
+        assert order_of_ends(llm, lengths) == ([3, 2, 1, 0], expected)
+        llm.scheduler.tokens_per_second = 1e12
+        assert order_of_ends(llm, lengths) == (in_order, expected), "the one that waited longest runs first"
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_guide_s_policy_preempts_the_longest_job(policy, async_scheduling):
+    settings = {"num_kv_blocks": 7, "block_size": 8, "async_scheduling": async_scheduling}
+    lengths = [20, 50, 20]  # each needs a third block in the same step, and one is free
+    with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
+        _, expected = order_of_ends(llm, lengths)
+    with LLM(DEMO, **settings, scheduler_cls=policy) as llm:
+        llm.scheduler.tokens_per_second = 0
+        preempted = []
+        llm.scheduler.observe(lambda event, *about: preempted.append(about) if event == "freed" else None)
+        assert order_of_ends(llm, lengths)[1] == expected
+        victims = [seq.seq_id for seq, for_seq in preempted if for_seq is not None]
+        assert victims == [1], "not the last one, as by default"
+
+
+class AnyChoice(Scheduler):
+    """Makes every choice at random."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.rng = random.Random(0)
+
+    def next_waiting(self, waiting):
+        assert waiting
+        return self.rng.choice(waiting)
+
+    def victim(self, running):
+        assert running
+        return self.rng.choice(running)
+
+
+class AnyDraftedChoice(AnyChoice, DraftingScheduler):
+    pass
+
+
+class AnyWorld(World):
+    schedulers: ClassVar = {Scheduler: AnyChoice, DraftingScheduler: AnyDraftedChoice}
+
+
+class AnyCore(CoreMachine):
+    make_world = AnyWorld
+
+
+class AnyExtended(ExtendedMachine):
+    make_world = AnyWorld
+
+
+TestCore, TestExtended = AnyCore.TestCase, AnyExtended.TestCase
+TestCore.settings = TestExtended.settings = BRIEFLY
+
+
+def test_a_choice_that_a_step_has_scheduled_already_is_an_error():
+    class First(Scheduler):
+        def victim(self, running):
+            return self.running[0]
+
+    params, settings = SamplingParams(max_tokens=50, **GREEDY), {"num_kv_blocks": 9, "block_size": 8}
+    with LLM(DEMO, **settings, scheduler_cls=First) as llm, pytest.raises(AssertionError):
+        llm.generate([[5], [6]], params, use_tqdm=False)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (5, "scheduler_cls must be a subclass of nanoengine.engine.Scheduler, got 5"),
+        (dict, "scheduler_cls must be a subclass of nanoengine.engine.Scheduler, got <class 'dict'>"),
+        ("json:loads", "scheduler_cls must be a subclass of nanoengine.engine.Scheduler, got <function"),
+        ("nowhere.at:All", "scheduler_cls must be \"module:name\", got 'nowhere.at:All': No module named"),
+        ("Scheduler", "scheduler_cls must be \"module:name\", got 'Scheduler'"),
+        ("json:Nothing", "scheduler_cls must be \"module:name\", got 'json:Nothing'"),
+    ],
+)
+def test_what_is_no_scheduler_is_refused_before_the_model_is_loaded(given, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        LLM("no such model", scheduler_cls=given)
+
+
+def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path_factory, policy):
+    with pytest.raises(
+        ValueError, match="with speculative_config, scheduler_cls must extend DraftingScheduler"
+    ):
+        LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyChoice)
+    path = tmp_path_factory.mktemp("mamba2")
+    small_model(small_config("mamba2")).save_pretrained(path)
+    with pytest.raises(
+        ValueError, match="with models with recurrent states, scheduler_cls must extend Stateful"
+    ):
+        LLM(path, num_state_slots=4, scheduler_cls=policy)
+    with LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyDraftedChoice) as llm:
+        assert type(llm.scheduler) is AnyDraftedChoice
+
+
+# ---- the commands --------------------------------------------------------------------------------
+
+
+def test_each_command_has_a_flag_for_it(policy, capsys, monkeypatch):
+    arguments = ["--num-requests", "50", "--scheduler-cls", f"nanoengine.engine:Scheduler,{policy}"]
+    command.main(arguments)
+    assert policy in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["--scheduler-cls", "json:loads"])
+    assert "must be a subclass" in capsys.readouterr().err
+    found = {}
+    monkeypatch.setattr(bench, "LLM", lambda *args, **settings: found.update(settings) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.main(["--scheduler-cls", policy])
+    assert find_scheduler(found["scheduler_cls"]).__name__ == "ShortestFirst"
+    assert EngineConfig(DEMO, scheduler_cls=policy).scheduler_cls == policy
