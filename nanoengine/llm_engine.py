@@ -78,11 +78,17 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, before_forward: Callable[[], object] = lambda: None) -> None:
         self.config, self._threads = config, limit_threads()
         self._scheduler_class = find_scheduler(config.scheduler_cls)
-        names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config "
-        names += "load_format"
-        settings = {name: getattr(config, name) for name in names.split()}
-        tokenizer = None if config.tokenizer is None else str(config.tokenizer)
-        self.checkpoint = open_checkpoint(str(config.model), tokenizer=tokenizer, **settings)
+        self.checkpoint = open_checkpoint(
+            str(config.model),
+            tokenizer=None if config.tokenizer is None else str(config.tokenizer),
+            revision=config.revision,
+            gguf_file=config.gguf_file,
+            model_impl=config.model_impl,
+            trust_remote_code=config.trust_remote_code,
+            hf_overrides=config.hf_overrides,
+            generation_config=config.generation_config,
+            load_format=config.load_format,
+        )
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
         if config.tensor_parallel_size > 1:

@@ -77,14 +77,31 @@ def send_inputs(
     inputs: ModelInputs[np.ndarray], send: Callable[[list[np.ndarray]], list[Tensor]]
 ) -> ModelInputs[Tensor]:
     """Copy a batch to a device with its `send`. The next call overwrites the memory."""
-    meta = inputs.metadata
-    # A CUDA graph reads the first arrays: their addresses must not depend on the number of sampled rows.
-    of_states = [] if inputs.states is None else inputs.states[:3]
-    of_sampling = inputs.sample_rows, inputs.pending_rows, inputs.pending_samples
-    tensors = send([inputs.input_ids, inputs.positions, *meta[:5], *of_states, *of_sampling])
-    metadata = AttentionMetadata._make([*tensors[2:7], *meta[5:]])
-    states = None if inputs.states is None else StateLayout._make([*tensors[7:10], inputs.states.parts])
-    return ModelInputs._make([*tensors[:2], metadata, *tensors[-3:], states])
+    meta, states = inputs.metadata, inputs.states
+    slots = [] if states is None else [states.decode_rows, states.decode_sources, states.decode_targets]
+    # A CUDA graph reads all but the last three, whose lengths differ: the addresses before them must not.
+    input_ids, positions, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping, *others = send(
+        [
+            *(inputs.input_ids, inputs.positions),
+            *(meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables, meta.slot_mapping),
+            *slots,
+            *(inputs.sample_rows, inputs.pending_rows, inputs.pending_samples),
+        ]
+    )
+    *sent_slots, sample_rows, pending_rows, pending_samples = others
+    metadata = AttentionMetadata(
+        *(cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping),
+        max_query_len=meta.max_query_len,
+        max_seq_len=meta.max_seq_len,
+        has_cached_tokens=meta.has_cached_tokens,
+        num_leading_decodes=meta.num_leading_decodes,
+        needed_rows=meta.needed_rows,
+    )
+    layout = None
+    if states is not None:
+        decode_rows, decode_sources, decode_targets = sent_slots
+        layout = StateLayout(decode_rows, decode_sources, decode_targets, states.parts)
+    return ModelInputs(input_ids, positions, metadata, sample_rows, pending_rows, pending_samples, layout)
 
 
 class SamplingMetadata(NamedTuple):

@@ -183,20 +183,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer: a client may connect and stay silent."""
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "connection": self}  # part of each request's scope
         self.watch()
-
-    def write_chunk(self, data: bytes) -> bool:
-        """Write a part of a streamed body at once. Returns False if it has to be sent through ASGI.
-
-        The server shares one interpreter lock with the engine, so thousands of events a second must be cheap.
-        Middleware, a timeout and h11's state machine for each of them are not.
-        """
-        version = self.conn.their_http_version or b""
-        if version < b"1.1" or self.flow.write_paused or self.transport.is_closing():
-            return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
 
     def data_received(self, data: bytes) -> None:
         """Parse more bytes, and start or stop the timer."""
