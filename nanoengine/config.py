@@ -163,6 +163,9 @@ class EngineConfig:
             raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
             raise TypeError(f"trace must be a path or a function, got {self.trace!r}")
+        named = isinstance(self.scheduler_cls, str) and not {":", "."}.isdisjoint(self.scheduler_cls)
+        if not (self.scheduler_cls is None or named or isinstance(self.scheduler_cls, type)):
+            raise TypeError(f'scheduler_cls must be a class or "module:Class", got {self.scheduler_cls!r}')
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(
                 f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"

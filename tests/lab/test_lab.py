@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from nanoengine.config import EngineConfig
+from nanoengine.engine import Scheduler
 from nanoengine.lab import command as lab_command
 from nanoengine.lab.command import draw, main, parse_arguments
 from nanoengine.lab.simulation import (
@@ -390,3 +391,21 @@ def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, caps
     with pytest.raises(SystemExit):
         parse_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+class Last(Scheduler):
+    """Admits the sequence that arrived last."""
+
+    def next_waiting(self, waiting):
+        return waiting[-1]
+
+
+def test_the_command_compares_scheduler_classes(capsys):
+    names = "nanoengine.engine:Scheduler", "tests.lab.test_lab:Last"
+    lab_command.main(["--num-requests", "60", "--max-num-seqs", "2", "--scheduler-cls", ",".join(names)])
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[1].strip() for row in rows[-2:]] == [*names]
+    assert rows[-2][2:] != rows[-1][2:]
+    with pytest.raises(SystemExit):
+        lab_command.main(["--scheduler-cls", "json:loads"])
+    assert "must be a subclass" in capsys.readouterr().err

@@ -289,7 +289,7 @@ class Trials:
         paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "nanoengine.extensions.structured.constraints.grammars"],
+                [sys.executable, "-m", "nanoengine.extensions.structured.grammars"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths},
