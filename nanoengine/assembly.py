@@ -17,8 +17,9 @@ from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.load import load_model
 from nanoengine.sampling.sampler import CachedRows, draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.signals import uninterrupted
 from nanoengine.started import Started
-from nanoengine.steps import phase, uninterrupted
+from nanoengine.timing import phase
 
 MAX_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from nanoengine.config import NULLABLE, EngineConfig
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.outputs import RequestOutput
+from nanoengine.outputs import EngineDeadError, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
-from nanoengine.steps import EngineDeadError, uninterrupted
+from nanoengine.signals import uninterrupted
 from nanoengine.unknown_arguments import ENGINE_IGNORES, RENAMED, accepts, takes
 
 if TYPE_CHECKING:  # at run time it is imported when metrics are requested

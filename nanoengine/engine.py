@@ -61,7 +61,7 @@ from nanoengine.detokenizer import Detokenizer
 from nanoengine.sampling.logprobs import Logprobs, Reports, report_prompts
 from nanoengine.sampling.sampler import MAX_ROWS, CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.steps import Stopwatch
+from nanoengine.timing import Stopwatch
 
 # ---- Sequence: one sample of one request ---------------------------------------------------------
 

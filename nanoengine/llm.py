@@ -17,7 +17,7 @@ from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
-from nanoengine.steps import uninterrupted
+from nanoengine.signals import uninterrupted
 from nanoengine.unknown_arguments import refuse_unserved, takes
 
 if TYPE_CHECKING:  # at run time it is imported when metrics are requested

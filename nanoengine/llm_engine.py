@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from nanoengine.assembly import start_runner
-from nanoengine.backends.all_cores import limit_threads
 from nanoengine.backends.kv_cache import KVGroup
+from nanoengine.backends.threads import limit_threads
 from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.config import ONLINE_FORMATS, EngineConfig, find_named
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
+from nanoengine.ownership import Owner
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.signals import uninterrupted
 from nanoengine.started import Started
-from nanoengine.steps import Owner, log, uninterrupted
+from nanoengine.timing import log
 from nanoengine.unknown_arguments import refuse_unserved
 
 if TYPE_CHECKING:  # imported when metrics are read

@@ -8,6 +8,10 @@ from itertools import chain
 from typing import Any
 
 
+class EngineDeadError(RuntimeError):
+    """Raised when no step can succeed anymore: the engine can only be closed. The name is vLLM's."""
+
+
 @dataclass(slots=True)
 class Logprob:
     """Holds the log-probability of one token, its rank (1: the most probable) and its text."""

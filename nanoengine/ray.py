@@ -16,7 +16,7 @@ except ModuleNotFoundError:
 
 from nanoengine.llm import LLM
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
-from nanoengine.steps import uninterrupted
+from nanoengine.signals import uninterrupted
 
 Row = Mapping[str, Any]
 # The columns added to a row. In a failed row all but `error` are null. The first two are `ray.data.llm`'s.

@@ -424,7 +424,7 @@ def test_failed_stream_leaves_no_output(babbler):
 
 def test_seconds_of_the_phases_add_up(qwen3, monkeypatch):
     """In CPU seconds of this thread, which do not pass while others run."""
-    monkeypatch.setattr("nanoengine.steps.time", SimpleNamespace(perf_counter=time.thread_time))
+    monkeypatch.setattr("nanoengine.timing.time", SimpleNamespace(perf_counter=time.thread_time))
     names = {f"seconds_{phase}" for phase in ("schedule", "inputs", "forward", "sample", "update")}
     # A budget of 8 makes steps that sample nothing.
     with LLM(qwen3, block_size=16, num_kv_blocks=30, max_num_batched_tokens=8) as llm:

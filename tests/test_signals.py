@@ -19,7 +19,7 @@ from nanoengine.checkpoints import checkpoint
 from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.checkpoints.safetensors_files import as_value_error
 from nanoengine.config import EngineConfig
-from nanoengine.steps import _Delay, uninterrupted
+from nanoengine.signals import _Delay, uninterrupted
 from tests.helpers import DEMO, Lines
 from tests.laws import check_laws
 from tests.serving import TIMEOUT

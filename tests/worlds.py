@@ -32,7 +32,7 @@ from nanoengine.extensions.speculate import DraftingScheduler, is_draft
 from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
 from nanoengine.sampling.logprobs import Reports
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.steps import Stopwatch
+from nanoengine.timing import Stopwatch
 from tests.helpers import Lines, is_busy
 from tests.laws import chain, check_laws, tables_of
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanoengine.backends.all_cores import on_all_cores
+from nanoengine.backends.threads import on_all_cores
 
 GROUPS = (128, 64, 32, 16)  # the group sizes that the kernels support
 

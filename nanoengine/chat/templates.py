@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanoengine.requests import check_unicode
-from nanoengine.steps import uninterrupted
+from nanoengine.signals import uninterrupted
 
 MAX_RENDERED = 2**26  # limit on the characters that a chat template may write
 

@@ -26,7 +26,8 @@ from nanoengine.checkpoints.safetensors_files import (
     read_json,
 )
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.steps import phase, uninterrupted
+from nanoengine.signals import uninterrupted
+from nanoengine.timing import phase
 
 if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that needs it
     from nanoengine.checkpoints.gguf import GGUFFile

@@ -29,7 +29,7 @@ from nanoengine.checkpoints.safetensors_files import (
     as_value_error,
     check_fields,
 )
-from nanoengine.steps import uninterrupted
+from nanoengine.signals import uninterrupted
 
 try:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize

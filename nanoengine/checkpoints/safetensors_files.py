@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from nanoengine.backends.quantized import Quantized
-from nanoengine.steps import uninterrupted
+from nanoengine.signals import uninterrupted
 
 
 class TensorHeader(NamedTuple):

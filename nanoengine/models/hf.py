@@ -43,7 +43,7 @@ from nanoengine.checkpoints.safetensors_files import (
 from nanoengine.config import EngineConfig
 from nanoengine.models.linear_layers import use_linear_layers
 from nanoengine.models.replaced_attention import METHODS, replace_attention
-from nanoengine.steps import uninterrupted
+from nanoengine.signals import uninterrupted
 
 # The allowed difference between two trial passes, relative to the norm of a token's queries, keys or hidden
 # state. Passes of one shape differ at most in the order of sums, by less than 1e-6 in float32. A wrong

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from nanoengine.backends.all_cores import on_all_cores
 from nanoengine.backends.quantized import Pack, PackedEmbedding, Quantized, floats
+from nanoengine.backends.threads import on_all_cores
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.checkpoints.safetensors_files import (
     MisfitError,
@@ -25,7 +25,7 @@ from nanoengine.checkpoints.safetensors_files import (
 )
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.models.decoder import Decoder
-from nanoengine.steps import uninterrupted
+from nanoengine.signals import uninterrupted
 
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
     from nanoengine.models.hf import HFModel

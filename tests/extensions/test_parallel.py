@@ -32,7 +32,7 @@ from nanoengine.extensions.parallel import processes
 from nanoengine.extensions.parallel import ranks as parallel
 from nanoengine.extensions.parallel.processes import Workers
 from nanoengine.extensions.parallel.shard import Shard
-from nanoengine.steps import EngineDeadError
+from nanoengine.outputs import EngineDeadError
 from tests import doubles
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
 from tests.laws import check_laws

@@ -12,7 +12,8 @@ import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from nanoengine.steps import phase, uninterrupted
+from nanoengine.signals import uninterrupted
+from nanoengine.timing import phase
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
 HEADERS = sorted(SOURCE.parent.glob("*.h"))

@@ -15,7 +15,7 @@ from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.paged_attention import Settings
 from nanoengine.backends.quantized import Form, Quantized
 from nanoengine.backends.step_inputs import SamplingMetadata
-from nanoengine.steps import unwound_by_sigterm
+from nanoengine.signals import unwound_by_sigterm
 
 PLAIN = Form()
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}  # the values of TYPES in kernels.cpp

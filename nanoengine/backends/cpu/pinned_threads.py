@@ -11,7 +11,7 @@ from threading import local
 import torch
 
 from nanoengine.backends.host_memory import cpu_quota
-from nanoengine.steps import uninterrupted
+from nanoengine.signals import uninterrupted
 
 # OpenMP's environment variables for thread placement. If one is set, the user has placed the threads.
 PLACED_BY_USER = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

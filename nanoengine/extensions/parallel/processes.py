@@ -18,7 +18,7 @@ from typing import Any
 import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from nanoengine.steps import EngineDeadError
+from nanoengine.outputs import EngineDeadError
 
 _start_processes: Any = start_processes  # untyped
 

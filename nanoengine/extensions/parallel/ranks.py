@@ -45,8 +45,8 @@ from nanoengine.engine import ModelRunner
 from nanoengine.extensions.parallel.processes import Workers
 from nanoengine.extensions.parallel.shard import Shard
 from nanoengine.models.decoder import Decoder
+from nanoengine.outputs import EngineDeadError
 from nanoengine.started import Started
-from nanoengine.steps import EngineDeadError
 
 dist: Any = torch.distributed  # the methods of its process groups are untyped
 

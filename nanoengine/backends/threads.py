@@ -1,14 +1,15 @@
-"""Computes on as many cores as the process may use, and loads weights on them, one weight per thread."""
+"""Decides how many threads compute, and loads weights in all of them, one weight per thread."""
 
 import os
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from nanoengine.backends.host_memory import cpu_quota
-from nanoengine.steps import bar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,9 +27,7 @@ def limit_threads() -> str:
     quota = cpu_quota()
     if os.environ.get("OMP_NUM_THREADS") or quota >= (os.cpu_count() or 1):
         return ""
-    most = max(1, int(quota))
-    if torch.get_num_threads() > most:
-        torch.set_num_threads(most)
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, int(quota))))
     num_threads = torch.get_num_threads()
     return f"{num_threads} thread{'s' * (num_threads > 1)} for a CPU quota of {quota:.3g}"
 
@@ -41,10 +40,16 @@ def on_all_cores(what: str, function: Callable[[Item], Result], items: Collectio
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1:
-        return [function(item) for item in bar(what, items)]
+        return [function(item) for item in _bar(what, items)]
     try:
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             results = pool.map(torch.no_grad()(function), items)  # the mode is a thread's own
-            return list(bar(what, results, len(items)))
+            return list(_bar(what, results, len(items)))
     finally:
         torch.set_num_threads(num_threads)  # it is also the default of new threads
+
+
+def _bar(what: str, items: Iterable[Item], total: int | None = None) -> "tqdm[Item]":
+    """Return an iterator over the items. On a terminal it shows a bar if it takes longer than a second."""
+    settings: dict[str, Any] = {"delay": 1, "leave": False, "disable": None, "total": total}
+    return tqdm(items, what, file=sys.stderr, **settings)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanoengine import LLM
-from nanoengine.backends.all_cores import on_all_cores
+from nanoengine.backends.threads import on_all_cores
 from nanoengine.checkpoints.safetensors_files import Files, open_tensors
 
 

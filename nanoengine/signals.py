@@ -1,24 +1,15 @@
-"""Helpers around startup and steps: delaying signals, ownership by one thread, timing, and progress."""
+"""Delays signals, such as Ctrl-C, to the end of a block, so that no state is left half changed."""
 
-import logging
-import os
 import signal
-import sys
 import threading
-import time
 
 # `signal.getsignal` converts results to enums. Looking at every signal takes twenty times as long with it.
 from _signal import getsignal  # type: ignore[import-not-found]
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
 
-from tqdm import tqdm
-
-Item = TypeVar("Item")
-log = logging.getLogger("nanoengine")
 SIGNALS = tuple(map(int, signal.valid_signals()))
 
 
@@ -108,81 +99,3 @@ def unwound_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if received:
             signal.raise_signal(signal.SIGTERM)
-
-
-class EngineDeadError(RuntimeError):
-    """Raised when no step can succeed anymore: the engine can only be closed. The name is vLLM's."""
-
-
-class Owner:
-    """Reserves an engine for one thread, from its first request until all of its requests are finished.
-
-    Two threads that step one engine would take each other's outputs. Different threads may use the engine one
-    after the other. A forked process cannot use it, because the threads that compute do not exist there.
-    """
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a signal handler may call `claim` too
-        self._thread: threading.Thread | None = None
-
-    def claim(self) -> None:
-        """Reserve the engine for the calling thread.
-
-        Raises:
-            RuntimeError: another thread has unfinished requests, or this is a forked process.
-        """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"the engine belongs to process {self._process}, and this is a fork of it. Create an engine "
-                'here, or start processes with the "spawn" method'
-            )
-        caller = threading.current_thread()
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = caller
-            owner = self._thread
-        if owner is not caller:
-            raise RuntimeError(f"thread {owner.name!r} is using the engine. Use AsyncLLM for several threads")
-
-    def release(self) -> None:
-        """Let any thread claim the engine. Called when no request is unfinished."""
-        self._thread = None
-
-
-class Stopwatch:
-    """Adds up the seconds that each phase of the steps takes."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all phases so far."""
-        self.seconds = dict.fromkeys(("schedule", "inputs", "forward", "sample", "update"), 0.0)
-        self.start()
-
-    def start(self) -> None:
-        """Begin a phase."""
-        self._started = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """End the current phase, add its time to `phase`, and begin the next one."""
-        now = time.perf_counter()
-        self.seconds[phase] += now - self._started
-        self._started = now
-
-
-@contextmanager
-def phase(name: str, note: str = "") -> Iterator[None]:
-    """Log how long the block takes, at level DEBUG. On a terminal, a note announces a long block."""
-    if note and sys.stderr.isatty():
-        log.info(note)
-    start = time.perf_counter()
-    yield
-    log.debug("%s: %.2f s", name, time.perf_counter() - start)
-
-
-def bar(what: str, items: Iterable[Item], total: int | None = None) -> "tqdm[Item]":
-    """Return an iterator over the items. On a terminal it shows a bar if it takes longer than a second."""
-    settings: dict[str, Any] = {"delay": 1, "leave": False, "disable": None, "total": total}
-    return tqdm(items, what, file=sys.stderr, **settings)
