@@ -15,16 +15,16 @@ Command = Callable[[list[str]], None]
 
 def find_run() -> Command:
     """Answer a few questions with a model; by default the bundled one."""
-    from nanoengine.cli.run import run
+    from nanoengine.cli.run import main
 
-    return run
+    return main
 
 
 def find_chat() -> Command:
     """Hold a conversation in the terminal."""
-    from nanoengine.cli.run import chat
+    from nanoengine.cli.chat import main
 
-    return chat
+    return main
 
 
 def find_serve() -> Command:

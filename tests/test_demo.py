@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
-from nanoengine.cli import run as ask
+from nanoengine.cli import chat, run
 from tests.helpers import DEMO, THINKING_TEMPLATE, thinking_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +64,7 @@ def test_greedy_tokens_equal_transformers(llm):
 
 def test_run_answers_its_questions(capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    ask.run([])
+    run.main([])
     printed = capsys.readouterr().out
     for answer in ("27 + 58 = 85", "8 9 10 11", "noitnetta", train.PRIMES, "under a tower.", "tokens/s"):
         assert answer in printed
@@ -88,10 +88,10 @@ def test_chat_streams_answers_remembers_turns_and_survives_ctrl_c(llm, monkeypat
         return question
 
     monkeypatch.setattr("builtins.input", answer)
-    ask.converse(llm, GREEDY)
+    chat.converse(llm, GREEDY)
     monkeypatch.setattr("builtins.input", Mock(side_effect=KeyboardInterrupt))  # Ctrl-C at the prompt
     with pytest.raises(KeyboardInterrupt):
-        ask.converse(llm, GREEDY)
+        chat.converse(llm, GREEDY)
     assert not llm.has_unfinished_requests()
     shown = capsys.readouterr().out
     assert "3 + 4 = 7" in shown
@@ -110,7 +110,7 @@ def test_chat_dims_thoughts_forgets_them_and_says_where_an_answer_was_cut(tmp_pa
         monkeypatch.setattr(
             llm, "render_chat", lambda given: (conversations.append([*given]), render(given))[1]
         )
-        ask.converse(llm, SamplingParams(temperature=0, max_tokens=6), "Be brief.", verbose=True)
+        chat.converse(llm, SamplingParams(temperature=0, max_tokens=6), "Be brief.", verbose=True)
     shown = capsys.readouterr().out.replace("\033[22m\033[2m", "")
     assert shown.count("\n\033[2mhm\033[22m\n\nSo [cut at 6 tokens]\n\033[2m6 tokens in ") == 3
     first = [("system", "Be brief."), ("user", "ao"), ("assistant", "So"), ("user", "bo")]
@@ -130,10 +130,10 @@ def test_checkpoint_is_small_and_made_by_the_training_script():
 @pytest.mark.parametrize(
     ("command", "arguments", "limit"),
     [
-        (ask.chat, [], 1),
-        (ask.chat, ["--max-num-seqs", "7"], 7),
-        (ask.run, ["--prompt", "one"], 1),
-        (ask.run, ["--prompt", "one", "--prompt", "two"], 2),
+        (chat.main, [], 1),
+        (chat.main, ["--max-num-seqs", "7"], 7),
+        (run.main, ["--prompt", "one"], 1),
+        (run.main, ["--prompt", "one", "--prompt", "two"], 2),
     ],
 )
 def test_run_and_chat_size_the_engine_for_what_they_ask(command, arguments, limit, monkeypatch, capsys):

@@ -1,0 +1,54 @@
+"""Gives `nanoengine run` and `nanoengine chat` their flags, and ends them as a terminal expects."""
+
+import argparse
+import io
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nanoengine import CompletionOutput
+from nanoengine.config import EngineConfig
+from nanoengine.flags import FlexibleArgumentParser, add_flags
+
+
+def make_parser(command: str, about: str, max_tokens: int) -> FlexibleArgumentParser:
+    """Return a parser for the flags that both commands have: sampling, and one per EngineConfig field."""
+    parser = FlexibleArgumentParser(
+        command,
+        "%(prog)s [MODEL] [--FLAG VALUE ...]",
+        about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # `run` has a --trace of its own
+        allow_abbrev=False,
+    )
+    what = "directory, hub id or GGUF file; default: the bundled model"
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help=what)
+    parser.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
+    parser.add_argument(
+        "--max-tokens", type=int, default=max_tokens, help="limit per answer; default %(default)s"
+    )
+    add_flags(
+        parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig"), EngineConfig
+    )
+    return parser
+
+
+@contextmanager
+def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Exit as a command should: with a one-line error, on Ctrl-C, or when the output's reader stops."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop reading early
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # the engine then refuses bytes that are not text
+    try:
+        yield
+    except (TypeError, ValueError, OSError) as error:  # a bad option, model or file
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def cut_mark(completion: CompletionOutput, num_tokens: int) -> str:
+    """Return what to print after an answer of `num_tokens` tokens: a remark if a limit cut it off."""
+    return f" [cut at {num_tokens} tokens]" if completion.finish_reason == "length" else ""
