@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from nanoengine import LLM, RequestOutputKind, SamplingParams
 from nanoengine.checkpoints import gguf_tokenizer
 from nanoengine.requests import RequestChecker, bad_word_ids, check_prompt_ids
+from nanoengine.sampling.edits import RequestEdits
 from tests.helpers import DEMO, chain_checkpoint, checkpoint, random_params, random_prompts, table_checkpoint
 
 
@@ -315,6 +316,22 @@ def test_a_bad_word_with_another_number_of_tokens_after_a_space_is_never_complet
         for word in "wonderful", " wonderful":
             params.bad_words = [word]
             assert "wonderful" not in llm.generate("x", params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_arrays_of_edits_are_made_once_per_request_while_others_come_and_go(tmp_path, monkeypatch):
+    made, make = [], RequestEdits.__init__
+
+    def count(self, row):
+        made.append(row.params)
+        make(self, row)
+
+    monkeypatch.setattr(RequestEdits, "__init__", count)
+    with LLM(str(chain_checkpoint(tmp_path, "abcdef")), num_kv_blocks=40, max_num_seqs=5) as llm:
+        kinds = {"allowed_token_ids": [97, 98, 99]}, {"logit_bias": {97: 2.0}}, {"bad_words": ["c"]}
+        kinds = *kinds, {"min_tokens": 3}, {"presence_penalty": 1.0}, {}
+        params = [SamplingParams(max_tokens=5 + i, n=1 + i % 3, **kinds[i % 6]) for i in range(12)]
+        assert len(llm.generate(["a"] * 12, params, use_tqdm=False)) == 12
+    assert len(made) == len({*map(id, made)}) == 8
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

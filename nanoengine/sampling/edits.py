@@ -5,7 +5,7 @@ Shape letters: R rows, P rows with penalties, V vocabulary.
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,31 +152,70 @@ class Penalties:
 
 # ---- All edits -----------------------------------------------------------------------------------
 
-# A row, its token ids, and a value for all of them or one for each. Ids with a value each must be distinct.
-Entry = tuple[int, Any, Any]
+IdsOfRow = tuple[int, NDArray[np.int64]]  # a row and token ids
+
+
+class RequestEdits:
+    """Holds a request's biases and bans as arrays. They are made once, and all its samples share them."""
+
+    def __init__(self, row: Any) -> None:
+        bias, allowed = row.params.logit_bias or {}, row.params.allowed_token_ids
+        self.source = row.stop_ids, row.bad_words
+        self.biased = np.fromiter(bias, np.int64, len(bias))
+        self.biases = np.fromiter(bias.values(), np.float32, len(bias))
+        self.allowed = None if allowed is None else np.array(allowed, np.int64)
+        self.stop_ids = np.fromiter(row.stop_ids, np.int64, len(row.stop_ids))
+        last: dict[tuple[int, ...], list[int]] = {}
+        for *beginning, token_id in row.bad_words:
+            last.setdefault((*beginning,), []).append(token_id)
+        self.last = {beginning: np.array(ids, np.int64) for beginning, ids in last.items()}  # of bad words
+        self.lengths = {len(beginning) for beginning in last}
+
+    @classmethod
+    def of(cls, row: Any) -> "RequestEdits":
+        """Return the edits of a row's request."""
+        params = row.params
+        if params.edits is None or params.edits.source != (row.stop_ids, row.bad_words):
+            params.edits = cls(row)
+        edits: RequestEdits = params.edits
+        return edits
+
+    def bans(self, row: Any) -> Iterator[NDArray[np.int64]]:
+        """Yield the tokens that are banned at the row's position."""
+        if row.position - row.num_prompt_tokens < row.params.min_tokens:
+            yield self.stop_ids
+        for length in self.lengths:
+            start = row.position - length
+            if start >= row.num_prompt_tokens:
+                last = self.last.get(tuple(row.token_ids[start : row.position]))
+                if last is not None:
+                    yield last
+
+
+class BatchEdits:
+    """Holds the edits of rows in consecutive steps that sample the same sequences.
+
+    The biases and allowed tokens of all rows are collected here, so that each kind of edit is one operation.
+    """
+
+    def __init__(self, rows: Sequence[Any], edited: Sequence[int], device: torch.device) -> None:
+        self.of_rows = [(i, RequestEdits.of(rows[i])) for i in edited]
+        biased = [(i, edits) for i, edits in self.of_rows if len(edits.biased)]
+        self.biased = _index([(i, edits.biased) for i, edits in biased], device)
+        biases = [edits.biases for _, edits in biased] or [np.zeros(0, np.float32)]
+        self.biases = upload(np.concatenate(biases), device)
+        allowed = [(i, edits.allowed) for i, edits in self.of_rows if edits.allowed is not None]
+        self.allowed = _index(allowed, device)
+        self.restricted = upload(np.array([i for i, _ in allowed], np.int64), device)
 
 
 def edit_logits(logits: Tensor, rows: Sequence[Any], settings: Any) -> None:
-    """Apply the biases, penalties and bans of `SamplingRow`s in place. Only the affected entries are touched.
-
-    The entries of all rows are collected first, so that each kind of edit is one operation.
-    """
-    biases, allowed, bans = (list[Entry]() for _ in range(3))
-    for i in settings.edited:
-        row, params = rows[i], rows[i].params
-        if params.logit_bias:
-            biases.append((i, list(params.logit_bias), list(params.logit_bias.values())))
-        if params.allowed_token_ids is not None:
-            allowed.append((i, params.allowed_token_ids, 0.0))
-        for *beginning, last in row.bad_words:
-            start = row.position - len(beginning)
-            if start >= row.num_prompt_tokens and list(row.token_ids[start : row.position]) == beginning:
-                bans.append((i, [last], -math.inf))
-        if row.position - row.num_prompt_tokens < params.min_tokens:
-            bans.append((i, list(row.stop_ids), -math.inf))
-    if biases:
-        at, value = _to_tensors(biases, logits)
-        logits[at] += value
+    """Apply the biases, penalties and bans of `SamplingRow`s in place. Only affected entries are touched."""
+    if settings.edits is None:
+        settings.edits = BatchEdits(rows, settings.edited, logits.device)
+    edits: BatchEdits = settings.edits
+    if edits.biased is not None:
+        logits[edits.biased] += edits.biases
     if settings.penalizes:
         if settings.counts is None:  # rows without sequences
             settings.counts = TokenCounts(len(rows), max(row.position for row in rows))
@@ -185,23 +224,21 @@ def edit_logits(logits: Tensor, rows: Sequence[Any], settings: Any) -> None:
         if settings.penalties is None:
             settings.penalties = Penalties(rows, settings.counts, settings.first)
         settings.penalties.apply(logits, settings.last)
-    if allowed:
-        at, _ = _to_tensors(allowed, logits)
-        kept = logits[at]
-        logits.index_fill_(0, at[0], -math.inf)
-        logits[at] = kept
-    if bans:
-        at, value = _to_tensors(bans, logits)
-        logits[at] = value  # a Python number would be copied synchronously
+    if edits.allowed is not None:
+        kept = logits[edits.allowed]
+        logits.index_fill_(0, edits.restricted, -math.inf)
+        logits[edits.allowed] = kept
+    bans = _index([(i, ids) for i, one in edits.of_rows for ids in one.bans(rows[i])], logits.device)
+    if bans is not None:
+        logits[bans] = logits.new_full((), -math.inf)  # a Python number would be copied synchronously
 
 
-def _to_tensors(entries: list[Entry], like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return entries as a matrix index, and their values, on `like`'s device and in its dtype."""
-    ids = [np.asarray(token_ids, dtype=np.int64) for _, token_ids, _ in entries]
-    rows = np.repeat([row for row, _, _ in entries], [len(of_row) for of_row in ids])
-    values = [np.broadcast_to(value, len(of_row)) for (_, _, value), of_row in zip(entries, ids, strict=True)]
-    index = upload(rows, like.device), upload(np.concatenate(ids), like.device)
-    return index, upload(np.concatenate(values).astype(np.float64), like.device).to(like.dtype)
+def _index(entries: Sequence[IdsOfRow], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Return entries as an index of a matrix, or None if there are none."""
+    if not entries:
+        return None
+    rows = np.repeat([row for row, _ in entries], [len(ids) for _, ids in entries])
+    return upload(rows, device), upload(np.concatenate([ids for _, ids in entries]), device)
 
 
 # ---- Filters --------------------------------------------------------------------------------------

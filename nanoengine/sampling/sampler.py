@@ -74,7 +74,8 @@ class RowSettings:
 
     first = 0  # the index of the first of these rows in the step
     last: Tensor  # the last token of each row of the step, int64, for penalties
-    penalties: Any = None  # made when they are first applied
+    edits: Any = None  # `BatchEdits`; these and the penalties are made when they are first applied
+    penalties: Any = None
     counts: Any = None  # the sequences' `TokenCounts`, for penalties
 
     def __init__(self, rows: Sequence[SamplingRow]) -> None:

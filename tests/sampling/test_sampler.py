@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
+from nanoengine.sampling.edits import edit_logits
 from nanoengine.sampling.sampler import (
     FILTERED_ROWS,
     RowSettings,
@@ -247,6 +249,86 @@ def test_logprobs_hold_the_sampled_token_and_the_most_probable_ones_from_the_raw
     for token, logprob in entry.items():
         assert logprob.logprob == pytest.approx(math.log(P[token]), abs=1e-5)
     assert set(greedy_after(logprobs=0)[1][0]) == {1}
+
+
+class Work(TorchDispatchMode):
+    """Counts the entries that operations read or write."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name.startswith("aten::index_fill"):
+            self.entries += args[2].numel() * args[0].numel() // args[0].shape[args[1]]
+        elif "view" not in func._schema.name:
+            tensors = [one for one in tree_leaves((args[1:], result)) if isinstance(one, torch.Tensor)]
+            self.entries += max((one.numel() for one in tensors), default=0)
+        return result
+
+
+V = 4096
+EVERY = list(range(V))
+LONG_EDITS: dict[str, dict[str, Any]] = {
+    "allowed": {"allowed_token_ids": EVERY},
+    "allowed twice": {"allowed_token_ids": EVERY + EVERY},
+    "biases": {"logit_bias": dict.fromkeys(EVERY, 1.0)},
+    "stop ids": {"min_tokens": 9000, "max_tokens": 9000, "stop_ids": EVERY[1:]},
+    "bad words": {"bad_words": ["x"], "found": tuple((i,) for i in EVERY[1:])},
+    "bad words of two tokens": {"bad_words": ["x"], "found": tuple((7, i) for i in EVERY[1:])},
+    "penalties": {"frequency_penalty": 0.5, "repetition_penalty": 1.5, "token_ids": EVERY},
+    "penalties of a repeated token": {"presence_penalty": 0.5, "token_ids": [7] * V},
+}
+LONG_EDITS["all"] = {name: value for one in LONG_EDITS.values() for name, value in one.items()}
+
+
+def long_row(edits):
+    edits = dict(edits)
+    stop_ids, found = edits.pop("stop_ids", ()), edits.pop("found", ())
+    token_ids = edits.pop("token_ids", [3, 7])
+    return replace(row(SamplingParams(**edits), token_ids, stop_ids=stop_ids), bad_words=found)
+
+
+@pytest.mark.parametrize("name", LONG_EDITS)
+def test_a_step_s_work_for_edits_is_linear_in_the_logits_and_the_edited_entries(name):
+    rows = [long_row(LONG_EDITS[name]) for _ in range(4)]
+    logits = torch.randn(len(rows), V)
+    with Work() as work:
+        edit_logits(logits, rows, RowSettings(rows))
+    assert logits.numel() // 4 < work.entries < 100 * logits.numel()  # entries x vocabulary are 4096 * numel
+
+
+def test_the_count_of_work_sees_rows_that_are_filled_once_per_entry():
+    logits = torch.randn(4, V)
+    with Work() as work:
+        logits.index_fill_(0, torch.arange(4).repeat_interleave(V), -INF)
+    assert work.entries >= V * logits.numel()
+
+
+class Unreadable:
+    """Fails at every use, so it shows that a list or a dict is not read again."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"{name} was read")
+
+    __iter__ = __len__ = __bool__ = lambda self: 1 / 0
+
+
+def test_arrays_of_a_request_are_made_once_and_shared_by_its_samples_in_every_batch():
+    edits = {"allowed_token_ids": [1, 2, 2, 8], "logit_bias": {1: 2.0, 3: 5.0}, "min_tokens": 9}
+    first = replace(row(SamplingParams(**edits), stop_ids=(4, 9)), bad_words=((8,), (0, 2), (3, 1)))
+    rows = [first, replace(first, seed=1), row(logit_bias={5: 1.0})]
+    logits = torch.randn(3, 10)
+    before = logits.clone()
+    edit_logits(before, rows, RowSettings(rows))
+    for one in rows:
+        one.params.logit_bias = one.params.allowed_token_ids = Unreadable()
+    for batch in [0, 1, 2], [1, 0], [2], [2, 1]:
+        chosen, after = [rows[i] for i in batch], logits[batch].clone()
+        settings = RowSettings(chosen)
+        for _ in range(2):
+            after[:] = logits[batch]
+            edit_logits(after, chosen, settings)
+            assert torch.equal(after, before[batch])
 
 
 def test_the_caller_s_logits_are_not_modified():
