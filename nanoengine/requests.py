@@ -36,7 +36,6 @@ class TokensPrompt(TypedDict):
 LONG_TEXT, PIECE = 2**16, 2**14  # a longer text is first tokenized in pieces; both in characters
 USUAL_CHARS = 8  # few tokens have more characters than this
 AFTER = " \n\t" + string.punctuation  # a word's tokens can depend on the character before it
-MAX_LISTS = 64  # of bad words, whose tokens are kept for other requests
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
@@ -63,8 +62,7 @@ class RequestChecker:
         self.max_model_len = max_model_len
         self.blocks = blocks  # the engine's BlockManager, for the size of the KV cache
         self.max_prompt_len = max_model_len - 1  # a prompt must leave room for one output token
-        find = partial(bad_word_ids, tokenizer=checkpoint.tokenizer, vocab_size=checkpoint.vocab_size)
-        self._bad_word_ids = lru_cache(MAX_LISTS)(find)
+        self._bad_word_ids = lru_cache(64)(bad_word_ids)  # requests often share a list
 
     def encode(self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False) -> list[int]:
         """Tokenize a prompt's text.
@@ -128,7 +126,7 @@ class RequestChecker:
         if limit is not None and len(token_ids) > limit:
             text, token_ids = None, token_ids[-limit:]
         self._check_length(len(token_ids))
-        bad_words = self._bad_word_ids(tuple(params.bad_words or ()))
+        bad_words = self._bad_word_ids(tuple(params.bad_words or ()), tokenizer, vocab_size)
         banned = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if params.min_tokens else set())
         if banned.issuperset(params.allowed_token_ids or range(vocab_size)):
             raise ValueError(
@@ -229,8 +227,6 @@ def panics_as_errors(name: str) -> Iterator[None]:
 
 def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Return every token sequence that spells one of the words at the start of a text or after one of AFTER.
-
-    For example, "wonderful" may be three tokens and " wonderful" one, and "(won" may be a token too.
 
     Raises:
         ValueError: a word has no tokens, or a token that is not in the model's vocabulary.

@@ -299,8 +299,7 @@ class GGUFFile:
     def end_ids(self) -> list[int]:
         """Return the tokens that end a turn: those that the header states, and those with a name in ENDS.
 
-        Named tokens count if they are control tokens or user-defined, which they are in many files, for
-        example Phi-3's. But a user-defined `</s>` is HTML, for example in Gemma's files.
+        Named tokens may be user-defined, as in Phi-3. But a user-defined `</s>` is HTML, as in Gemma.
         """
         with as_value_error(self.path):
             stated = [i for name in ("eos", "eot", "eom") if (i := self.token_id(name)) is not None]
