@@ -15,7 +15,7 @@ scheduler and its block manager (or their subclasses) change sequences, queues a
 touches a tensor. The runner owns the model and the KV cache, and only reads sequences.
 
 llm_engine.py sits above this file: it turns requests into sequences, and their tokens into outputs. Optional
-features live in extensions/, or in contrib/ if few users need them. This file imports neither.
+features live in extensions/. This file imports neither.
 
 What lives where: PagedAttention and automatic prefix caching (BlockManager), continuous batching, chunked
 prefill and recomputation preemption (Scheduler), CUDA graphs (ModelRunner), async scheduling (EngineCore).
