@@ -10,61 +10,33 @@ from collections.abc import Callable
 
 from nanoengine import __version__
 
-Command = Callable[[list[str]], None]
-
-
-def find_run() -> Command:
-    """Answer a few questions with a model; by default the bundled one."""
-    from nanoengine.cli.run import main
-
-    return main
-
-
-def find_chat() -> Command:
-    """Hold a conversation in the terminal."""
-    from nanoengine.cli.chat import main
-
-    return main
-
-
-def find_serve() -> Command:
-    """Start an OpenAI-compatible server, with a chat page."""
-    from nanoengine.server.process import main
-
-    return main
-
-
-def find_bench() -> Command:
-    """Measure one workload on this machine."""
-    from nanoengine.cli.bench import main
-
-    return main
-
-
-def find_trace() -> Command:
-    """Make a page, or a timeline, of a recorded run."""
-    from nanoengine.viewer.trace_page import main
-
-    return main
-
-
-def find_lab() -> Command:
-    """Run the scheduler under a cost model, in place of a device."""
-    from nanoengine.lab.command import main
-
-    return main
-
-
-# name -> a function that imports the command, and whose docstring describes it
 COMMANDS = {
-    "run": find_run,
-    "chat": find_chat,
-    "serve": find_serve,
-    "bench": find_bench,
-    "trace": find_trace,
-    "lab": find_lab,
+    "run": "ask a model a few questions; by default the bundled one",
+    "chat": "hold a conversation in the terminal",
+    "serve": "an OpenAI-compatible server, and a page to chat",
+    "bench": "measure one workload on this machine",
+    "trace": "make a page, or a timeline, of a recorded run",
+    "lab": "the scheduler under a cost model, in place of a device",
 }
 EXTRAS = {"serve": "serve"}  # command -> the extra that installs its dependencies
+
+
+def load(command: str) -> Callable[[list[str]], None]:
+    """Import a subcommand, and return the function that runs it."""
+    match command:
+        case "run":
+            from nanoengine.cli.run import main
+        case "chat":
+            from nanoengine.cli.chat import main
+        case "serve":
+            from nanoengine.server.process import main
+        case "bench":
+            from nanoengine.cli.bench import main
+        case "trace":
+            from nanoengine.viewer.trace_page import main
+        case _:
+            from nanoengine.lab.command import main
+    return main
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,8 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for name, find in COMMANDS.items():
-        commands.add_parser(name, help=find.__doc__, add_help=False)
+    for name, what in COMMANDS.items():
+        commands.add_parser(name, help=what, add_help=False)
     command = parser.parse_args(arguments[:1]).command  # the subcommand parses the rest
     if command is None:
         parser.print_help()
@@ -90,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # an import may lose a KeyboardInterrupt
     try:
-        run = COMMANDS[command]()
+        run = load(command)
     except ModuleNotFoundError as error:
         if command not in EXTRAS:
             raise

@@ -11,7 +11,6 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 
-from nanoengine.flags import add_flags
 from nanoengine.sampling_params import check_bool, check_integer, check_number, choices
 from nanoengine.unknown_arguments import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
 
@@ -202,6 +201,8 @@ class EngineConfig:
 
         Settings in `compat.INSTEAD` get their defaults, because vLLM's scripts read them.
         """
+        from nanoengine.flags import add_flags
+
         target: Any = parser
         add_flags(target, cls)
         target.set_defaults(**{name: row[1] if row[1:] else None for name, row in INSTEAD.items()})

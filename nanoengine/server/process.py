@@ -161,10 +161,10 @@ def parse_origins(text: str) -> list[str]:
     return check_strings("allowed_origins", [origins] if isinstance(origins, str) else origins)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Serve until a signal arrives. The request log goes to stdout, everything else to stderr."""
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     settings, given = settings_of(parser, args, EngineConfig), vars(args)
     try:
         try_address(given["host"], given["port"])
