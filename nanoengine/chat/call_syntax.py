@@ -17,6 +17,10 @@ PIECES = re.compile(
     rf"(?P<begin>{BEGIN})|(?P<end>{END})|<parameter=(?P<key>[^>\n]{{1,99}})>"
     r"|\n?</parameter>(?=\s{0,99}(?:<parameter=|\Z))"
 )
+# A string in JSON, which is left alone, or a key without quotes
+BARE_KEY = re.compile(
+    r'"(?:[^"\\]|\\.)*+"|(?<=[{,])\s*([^\s"\[\]{},:][^"\[\]{},:]{0,99}?)\s{0,9}:', re.DOTALL
+)
 IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\.)*+')
 
 
@@ -92,19 +96,41 @@ def read_parameters(text: str) -> dict[str, str]:
     {'a': '1 </parameter> 2', 'b': '3'}
     """
     arguments: dict[str, str] = {}
-    name, start, num_open = None, 0, 0  # the open argument, and calls in it, which are examples
+    name, start, num_open = None, 0, 0  # the open argument or its end, and calls in it, which are examples
     for found in PIECES.finditer(text):
         if found["begin"] or found["end"]:
             num_open = max(0, num_open + (1 if found["begin"] else -1))
         elif num_open:
             continue
         elif name is None:
+            if not found["key"] or text[start : found.start()].strip():
+                break
             name, start = found["key"], found.end() + text.startswith("\n", found.end())
         elif not found["key"]:
-            arguments[name], name = text[start : found.start()], None
-    if name is not None:
-        raise ValueError(f"the argument {name!r} is not closed")
+            arguments[name], name, start = text[start : found.start()], None, found.end()
+    if name is not None or text[start:].strip():
+        raise ValueError(f"text outside of arguments, or an argument that is not closed, at {start}")
     return arguments
+
+
+def read_calls(text: str) -> tuple[list[Any], str]:
+    r"""Return the JSON values at the beginning of a text, one after the other, and the text after them.
+
+    >>> read_calls('{"a": 1}; [2, 3]\n\nThese are calls.')
+    ([{'a': 1}, 2, 3], 'These are calls.')
+    """
+    decoder, position = json.JSONDecoder(), 0
+    values: list[Any] = []
+    while found := re.compile(r"[\s;,]*(?=[\[{])").match(text, position):
+        try:
+            value, position = decoder.raw_decode(text, found.end())
+        except ValueError:
+            if not values:
+                raise
+            break
+        values += listed(value)
+    rest = text[position:].lstrip()
+    return values, "" if rest == ";" else rest
 
 
 def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
@@ -115,7 +141,11 @@ def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
     """
 
     def with_keys(text: str) -> str:
-        return re.sub(r"(?<=[{,])(\w+):", r'"\1":', text) if bare_keys else text
+        return (
+            BARE_KEY.sub(lambda found: f'"{found[1]}":' if found[1] else found[0], text)
+            if bare_keys
+            else text
+        )
 
     pieces, position = [], 0
     opening = re.compile("|".join(map(re.escape, quotes)) or r"(?!)")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from nanoengine.chat.call_syntax import PARAMETER, CallEnd, cast_to, listed, read_content
+from nanoengine.chat.call_syntax import PARAMETER, CallEnd, cast_to, listed, read_calls, read_content
 from nanoengine.extensions.structured.json_schemas import closed, literal
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import StructuredOutputsParams
@@ -44,6 +44,9 @@ class ToolFormat(NamedTuple):
         return field
 
 
+# gpt-oss: the beginning of a message's header, and the kind of its content at the end
+CHANNEL = r"(?:<\|start\|>assistant)?<\|channel\|>"
+MESSAGE = r"\s{0,9}(?:(?:<\|constrain\|>\s{0,9})?(?:application/)?(?:json|text|code))?\s{0,9}<\|message\|>"
 TOOL_FORMATS = {
     # The first format with its mark in the chat template is chosen, so the more specific ones come first.
     "qwen3_coder": ToolFormat(
@@ -72,9 +75,9 @@ TOOL_FORMATS = {
     "harmony": ToolFormat(  # gpt-oss
         "<|channel|>",
         {
-            "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,19})?"
-            r" to=functions\.(?P<name>[\w.-]{1,99})(?:<\|channel\|>\w{1,19})?\s{0,9}"
-            r"(?:(?:<\|constrain\|>)?\w{1,19})?<\|message\|>",
+            "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?"
+            r"\s{1,9}to=(?:functions\.)?(?P<name>[\w.-]{1,99})"
+            rf"(?:<\|channel\|>(?:commentary|analysis))?{MESSAGE}",
             "close_pattern": r"<\|call\|>|<\|end\|>",
         },
     ),
@@ -96,7 +99,7 @@ TOOL_FORMATS = {
     ),
     "llama3_json": ToolFormat(  # a call is the whole answer
         "<|python_tag|>",
-        {"open_pattern": r"\A\s{0,9}<\|python_tag\|>\s{0,9}|\A\s{0,9}(?=\{)"},
+        {"open_pattern": r"\A\s{0,9}<\|python_tag\|>\s{0,9}|\A\s{0,9}(?=(?:\[\s{0,9})?\{)"},
         begin="",
         arguments="parameters",
     ),
@@ -107,12 +110,12 @@ NO_TAG = "llama3_json"  # the format of required calls if the model's own format
 
 REASONING_FORMATS = {
     "harmony": (
-        {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>"},
+        {"open_pattern": rf"{CHANNEL}analysis{MESSAGE}", "close_pattern": r"<\|end\|>"},
         "<|channel|>",
     ),
     "gemma4": ({"open": "<|channel>thought\n", "close": "<channel|>"}, "<|channel>"),
     "deepseek_r1": (
-        {"open_pattern": r"\s{0,9}<think>\s{0,9}", "close_pattern": r"\s{0,9}</think>\s{0,9}"},
+        {"open_pattern": r"\A\s{0,9}<think>\s{0,9}", "close_pattern": r"\s{0,9}</think>\s{0,9}"},
         "<think>",
     ),
 }
@@ -120,7 +123,7 @@ REASONING_FORMATS = {
 SAME = {"qwen3": "deepseek_r1", "openai": "harmony", "openai_gptoss": "harmony", "qwen3_xml": "qwen3_coder"}
 CONTENT = {"content": "text", "content_args": {"strip": False}}
 FINAL = {  # the tags that harmony writes around content
-    "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+    "open_pattern": rf"{CHANNEL}(?:final|commentary){MESSAGE}",
     "close_pattern": r"<\|end\|>|<\|return\|>",
     "repeats": True,
     "join": "",
@@ -161,7 +164,6 @@ class Formats(NamedTuple):
         if is_structured:
             if self.reasoning != "deepseek_r1":
                 return {"content": CONTENT}
-            fields["reasoning"]["open_pattern"] = r"\A\s{0,9}<think>\s{0,9}"  # only at the start
             return {**fields, "content": CONTENT}
         if forced:
             fields["tool_calls"] = TOOL_FORMATS[self.forced_tools].field
@@ -174,7 +176,7 @@ class Formats(NamedTuple):
 
     def preamble(self, prompt: str) -> str | None:
         """Return the grammar of the text allowed before structured output; None: no text is allowed."""
-        if self.reasoning != "deepseek_r1":
+        if self.reasoning != "deepseek_r1" or thinking_is_over(prompt):
             return None
         begin, end = (literal(tag, self.special_tokens) for tag in ("<think>", "</think>"))
         # Text always ends before a special token. Before an ordinary tag it ends only if matched lazily.
@@ -210,6 +212,11 @@ class Formats(NamedTuple):
 def is_thinking(prompt: str) -> bool:
     """Return whether the prompt ends with an open <think> tag, so that the answer begins with reasoning."""
     return prompt.rstrip().endswith("<think>")
+
+
+def thinking_is_over(prompt: str) -> bool:
+    """Return whether the prompt ends with a closed thought, as where thinking is turned off."""
+    return prompt.rstrip().endswith("</think>")
 
 
 def chosen(setting: str, name: str, marks: dict[str, str], template: str) -> str | None:
@@ -294,8 +301,17 @@ class AnswerParser:
         }
         own, prefix = formats.template, prompt
         if own is None or forced or is_structured:
-            own = {"start_anchor": "\0", "fields": formats.fields(bool(tools), forced, is_structured)}
+            fields = formats.fields(bool(tools), forced, is_structured)
+            if formats.reasoning == "deepseek_r1" and thinking_is_over(prompt):
+                del fields["reasoning"]
+            own = {"start_anchor": "\0", "fields": fields}
             prefix = "<think>" if formats.reasoning == "deepseek_r1" and is_thinking(prompt) else ""
+        # In the formats above, text outside of any region is text. In a tokenizer's template it is dropped.
+        self.loose = None if own is formats.template else "content"
+        # A call without tags is one only if it names a tool, and so is one of harmony without "functions.".
+        calls = formats.forced_tools if forced else formats.tools
+        self.is_bare = own is not formats.template and calls == NO_TAG
+        self.only_known = own is not formats.template and calls in (NO_TAG, "harmony")
         spec = load_response_template(own)
         if not tools:
             spec.fields.pop("tool_calls", None)
@@ -423,9 +439,9 @@ class AnswerParser:
         """Add text to the open region."""
         if self.region == "tool_calls":
             self.call.append(text)
-        elif text and self.region is not None:
+        elif text and (region := self.region or self.loose) is not None:
             self.has_parts = True
-            is_thought = self.region in ("reasoning", "reasoning_content", "thinking")
+            is_thought = region in ("reasoning", "reasoning_content", "thinking")
             yield Part("reasoning" if is_thought else "content", text)
 
     def _end_call(self, end: str) -> list[Part]:
@@ -435,10 +451,15 @@ class AnswerParser:
             return []
         self.has_parts = True
         try:
-            read = read_content("".join(call[1:]), self.call_field, self.captures)
+            text, rest = "".join(call[1:]), ""
+            if self.is_bare:
+                read, rest = read_calls(text)
+            else:
+                read = read_content(text, self.call_field, self.captures)
             if isinstance(read, dict) and read.get("name") == "":  # a list of calls, each with its own name
                 read = read["arguments"]
-            return [Part("tool_calls", self._call_of(one)) for one in listed(read)]
+            calls = [Part("tool_calls", self._call_of(one)) for one in listed(read)]
+            return [*calls, *([Part("content", rest)] if rest else [])]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pieces = [*call, end]
             num_kept = self.first_end or len(pieces)
@@ -465,6 +486,10 @@ class AnswerParser:
             call = read | {"name": call}
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError("no call")
+        if self.only_known and call["name"] not in self.schemas:
+            raise ValueError("no tool has this name")
+        if self.is_bare and not call.keys() & {"arguments", "parameters"}:
+            raise ValueError("no arguments")
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)

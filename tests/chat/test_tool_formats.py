@@ -1,5 +1,6 @@
 """Tool calls and reasoning: a model's own tags as fields of OpenAI's messages, whole and in pieces."""
 
+import itertools
 import json
 import re
 import shutil
@@ -49,6 +50,8 @@ BROKEN = (
 NAN = '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'
 CUT = CODER + "<parameter=a>\n5\n</parameter>\n<parameter=b>\n6"
 HARMONY, THINKS = ("harmony", "harmony", ""), ("hermes", "deepseek_r1", "<think>\n")
+NO_THOUGHT = ("hermes", "deepseek_r1", "<think>\n\n</think>\n\n")
+ON_TAGS = "Models write <think> before they reason."
 HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
 # (format of calls, format of reasoning, end of the prompt), the model's text, and the parts of the answer
 WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
@@ -104,6 +107,63 @@ WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
         [("reasoning", "Hm."), ("content", "ok"), CALL, LATER],
     ),
     (("functiongemma", None, ""), "<start_function_call>call:add{a:5,b:6}<end_function_call>", [CALL]),
+    # a thought is at the start only
+    (THINKS, f"hm\n</think>\n\n{ON_TAGS}", [("reasoning", "hm"), ("content", ON_TAGS)]),
+    *(
+        (("hermes", "deepseek_r1", ""), text, [("content", text)])
+        for text in (ON_TAGS, f"```\n<think>\n{ON_TAGS}")
+    ),
+    (NO_THOUGHT, f"<think>{ON_TAGS}</think>", [("content", f"<think>{ON_TAGS}</think>")]),
+    # headers of harmony
+    *(
+        (HARMONY, f'{HM}final{kind}<|message|>{{"n": 4}}', [("reasoning", "Hm."), ("content", '{"n": 4}')])
+        for kind in (" <|constrain|>json", " json", " <|constrain|> application/json")
+    ),
+    *(
+        (HARMONY, f'<|channel|>commentary to={name}{kind}<|message|>{{"a": 5, "b": 6}}<|call|>', [CALL])
+        for name in ("add", "functions.add")
+        for kind in (" <|constrain|>json", " application/json", "")
+    ),
+    *(
+        (HARMONY, text, [("content", text)])
+        for text in (
+            "<|channel|>opinion<|message|>I think so.",
+            '<|channel|>commentary to=browser.open<|message|>{"id": 1}<|call|>',
+            "<|channel|>final a word<|message|>Yes.",
+        )
+    ),
+    (HARMONY, f"{HM}final<|message|>Yes.<|end|>And", [("reasoning", "Hm."), ("content", "Yes.And")]),
+    # a call without tags names a tool, and has arguments
+    *(
+        (("llama3_json", None, ""), text, [("content", text)])
+        for text in (
+            '{"name":"Alice","age":30}',
+            '{"name": "Alice", "parameters": {}}',
+            '{"name": "add"}',
+            '[{"name": "add"}]',
+            "[1, 2] and [3",
+        )
+    ),
+    *(
+        (("llama3_json", None, ""), text, [CALL, LATER])
+        for text in (
+            f"{ADD_5_6}\n{ADD_NOTE}\n",
+            f"{ADD_5_6}; {ADD_NOTE}",
+            f"[{ADD_5_6}, {ADD_NOTE}]",
+            f"<|python_tag|>{ADD_5_6};{ADD_NOTE};",
+        )
+    ),
+    (("llama3_json", None, ""), f"{ADD_5_6}\n\nI {{add}}.", [CALL, ("content", "I {add}.")]),
+    # keys without quotes
+    *(
+        (("gemma4", None, ""), f"<|tool_call>call:add{{{text}}}<tool_call|>", [CALL])
+        for text in ("a: 5, b : 6", '"a": 5,"b":6', "\n a:5,\n b:6\n")
+    ),
+    (
+        ("gemma4", None, ""),
+        '<|tool_call>call:add{x-y:{$a.b c:[{q:1}]},"s":"{t:1,u:\\"v:w"}<tool_call|>',
+        [("tool_calls", {"name": "add", "arguments": {"x-y": {"$a.b c": [{"q": 1}]}, "s": '{t:1,u:"v:w'}})],
+    ),
 ]
 
 
@@ -271,6 +331,75 @@ def test_only_tags_and_calls_are_removed_from_the_text(words, calls):
     assert found == taken_apart(parser_of(calls, "deepseek_r1"), [text])
     if all(kind != "tool_calls" for kind, _ in found):
         assert without_tags("".join(value for _, value in found)) == without_tags(text)
+
+
+WORDS_OF_ANSWERS = [
+    "\n",
+    " ",
+    "{",
+    "}",
+    '"',
+    "]",
+    '{"name": "add", "arguments": {"note": "',
+    '"}}',
+    ";",
+    "```",
+    "json",
+]
+WORDS_OF_ANSWERS += [word for word in WORDS_OF_VALUES if word[0] in "<["] + [
+    "<|channel>",
+    "thought\n",
+    "<channel|>",
+]
+WORDS_OF_ANSWERS += [
+    "<|channel|>",
+    "analysis",
+    "final",
+    "commentary",
+    " to=functions.add",
+    " to=add",
+    "<|message|>",
+]
+WORDS_OF_ANSWERS += [
+    "<|constrain|>",
+    "<|start|>assistant",
+    "<|return|>",
+    CODER,
+    "<parameter=note>\n",
+    "call:add{",
+]
+WORDS_OF_ANSWERS += [
+    'note:<|"|>',
+    "[ARGS]",
+    "[CALL_ID]",
+    '{"note": "',
+    "note:<escape>",
+    "<escape>}",
+    CODER_END,
+]
+
+
+@pytest.mark.parametrize("calls", TOOL_FORMATS)
+@settings(max_examples=150, deadline=None)
+@example(words=["<|channel|>final <|constrain|>json<|message|>#"], cuts=[], prompt="")
+@example(words=["#\n</think>\n# <think> #"], cuts=[], prompt="<think>\n")
+@example(words=[f"{CODER}#<parameter=note>#</parameter>#\n{CODER_END}"], cuts=[], prompt="")
+@given(
+    words=st.lists(st.sampled_from(["#"] * 20 + WORDS_OF_ANSWERS), max_size=20),
+    cuts=st.lists(st.integers(0, 300), max_size=6),
+    prompt=st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
+)
+def test_nothing_that_the_model_said_is_lost(calls, words, cuts, prompt):
+    """Each numbered word of an answer arrives once, in order, in the content, in a thought or in a call."""
+    reasoning = {"harmony": "harmony", "gemma4": "gemma4"}.get(calls, "deepseek_r1")
+    numbers = itertools.count()
+    text = re.sub("#", lambda _: f"w{next(numbers)}.", "".join(words))
+    cuts = sorted(min(cut, len(text)) for cut in cuts)
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    found = taken_apart(parser_of(calls, reasoning, prompt), pieces)
+    assert found == taken_apart(parser_of(calls, reasoning, prompt), [text])
+    said = "".join(json.dumps(value) if isinstance(value, dict) else value for _, value in found)
+    assert re.findall(r"w\d+\.", said) == [f"w{i}." for i in range(next(numbers))]
 
 
 def test_a_tokenizer_s_own_template_takes_precedence():
@@ -454,7 +583,7 @@ def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model,
         StructuredOutputsParams(json=PARAMETERS_OF_ADD),
     )
     with LLM(path, num_kv_blocks=100, max_model_len=512) as llm:
-        for prompt in ("Hi", "Hi<think>\n") if formats.reasoning == "deepseek_r1" else ("Hi",):
+        for prompt in ("Hi", *(formats.reasoning == "deepseek_r1") * ("Hi<think>\n", "Hi<think></think>\n")):
             for choice, asked in (("required", None), ("auto", wanted)):
                 constrained = ToolChoice.read([ADD], choice).constrain(asked, formats, prompt, False)
                 params = SamplingParams(
@@ -468,6 +597,7 @@ def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model,
                     parser = AnswerParser(formats, prompt, [ADD], asked is None, asked is not None)
                     *thoughts, (kind, value) = taken_apart(parser, [text])
                     assert [kind for kind, _ in thoughts] in ([], ["reasoning"]), text
+                    assert not (thoughts and "</think>" in prompt)
                     assert kind == ("tool_calls" if asked is None else "content"), text
                     given = value["arguments"] if asked is None else json.loads(value)
                     jsonschema.validate(given, PARAMETERS_OF_ADD)
