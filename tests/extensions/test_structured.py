@@ -732,6 +732,17 @@ def test_free_text_has_every_token_but_special_ones(model):
     assert allowed[: 1 << 7].all()
 
 
+def test_a_token_without_bytes_is_not_text():
+    """A byte-level vocabulary may have tokens that stand for no bytes."""
+    settings = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    settings["model"]["vocab"]["\u4e2d"] = 257
+    tokenizer = SimpleNamespace(backend_tokenizer=tokenizers.Tokenizer.from_str(json.dumps(settings)))
+    compiler = Grammars(tokenizer, 258).compiler
+    matcher = compiler.matcher(compiler.compile(StructuredOutputsParams(regex="(?s).*")).grammar)
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    assert not allowed[256:258].any()
+
+
 @pytest.mark.parametrize(("model", "name", "is_special"), ADDED)
 def test_a_grammar_may_name_an_added_token_by_its_name_and_its_id(model, name, is_special):
     tokenizer, _ = compiler_of(model)

@@ -105,6 +105,8 @@ class Compiler:
         texts = {token_id: plain.decode_bytes([token_id]) for token_id in range(num_tokens)}
         texts |= {token_id: name.encode() for name, token_id in self.special.items()}
         special = set(filter(plain.is_special_token, texts)) - {*self.ordinary.values()}
+        # A token without bytes, which no text contains, is shown as <[id]>.
+        texts |= {i: b"" for i, text in texts.items() if i not in special and text == b"<[%d]>" % i}
         fields = {
             "is_tokenizer_wrapper": True,
             "eos_token_id": self.end_id,
