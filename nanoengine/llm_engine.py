@@ -26,11 +26,11 @@ from nanoengine.config import ONLINE_FORMATS, EngineConfig, find_named
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
-from nanoengine.ownership import Owner
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
 from nanoengine.started import Started
+from nanoengine.thread_ownership import Owner
 from nanoengine.timing import log
 from nanoengine.unknown_arguments import refuse_unserved
 

@@ -35,7 +35,7 @@ from typing import Any
 import pytest
 
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.chat.tool_formats import choose_formats
+from nanoengine.chat.answer_parser import choose_formats
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BY_ORDER
 from nanoengine.llm_engine import LLMEngine

@@ -28,7 +28,7 @@ OTHER_TYPES = (
     *("attention", "moe", "mlp"),
 )
 ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
-# Types of models that compute attention in their own code, which replaced_attention.py replaces.
+# Types of models that compute attention in their own code, which hf_attention.py replaces.
 OWN_ATTENTION = frozenset(
     (
         *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt"),

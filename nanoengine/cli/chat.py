@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from nanoengine import LLM, CompletionOutput, SamplingParams
-from nanoengine.chat.tool_formats import AnswerParser, choose_formats
+from nanoengine.chat.answer_parser import AnswerParser, choose_formats
 from nanoengine.cli.terminal import cut_mark, in_a_terminal, make_parser
 from nanoengine.config import EngineConfig
 from nanoengine.flags import settings_of

@@ -3,7 +3,7 @@
 transformers lets a library register an attention function (`AttentionInterface`), and passes every attention
 layer's queries, keys and values to it. So the model's own class can compute the flat batch as one row of T
 tokens with explicit positions, without a cache object and without a mask. The registered function attends to
-the same paged KV cache as decoder.py. If a model computes attention in its own code, replaced_attention.py
+the same paged KV cache as decoder.py. If a model computes attention in its own code, hf_attention.py
 replaces that code. If some of its layers keep a recurrent state, recurrent.py supplies and stores the states.
 `_probe` rejects a model if tokens influence each other anywhere else, or if it counts positions itself.
 """
@@ -41,8 +41,8 @@ from nanoengine.checkpoints.safetensors_files import (
     refuse_misfit,
 )
 from nanoengine.config import EngineConfig
+from nanoengine.models.hf_attention import METHODS, replace_attention
 from nanoengine.models.linear_layers import use_linear_layers
-from nanoengine.models.replaced_attention import METHODS, replace_attention
 from nanoengine.signals import uninterrupted
 
 # The allowed difference between two trial passes, relative to the norm of a token's queries, keys or hidden
@@ -305,7 +305,7 @@ class HFModel(nn.Module):
             raise UnsupportedModelError(
                 f"its {num_layers} layers make {num_calls} replaceable calls of attention instead of one each"
             )
-        if config.model_type not in METHODS:  # replaced_attention.py takes windows from fields of other names
+        if config.model_type not in METHODS:  # hf_attention.py takes windows from fields of other names
             self._check_windows(max_model_len)
         if _differ([x[-1:] for x in first], [x[-1:] for x in among_others]):
             raise UnsupportedModelError("its tokens interact outside attention")

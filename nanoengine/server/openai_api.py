@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from nanoengine.chat.call_syntax import listed
+from nanoengine.chat.answer_parser import MANY, AnswerParser, Formats, ToolChoice
+from nanoengine.chat.call_arguments import listed
 from nanoengine.chat.templates import render_chats
-from nanoengine.chat.tool_formats import MANY, AnswerParser, Formats, ToolChoice
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams

@@ -27,7 +27,7 @@ from typing import Any
 import uvicorn
 
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.chat.tool_formats import REASONING_FORMATS, SAME, TOOL_FORMATS
+from nanoengine.chat.answer_parser import REASONING_FORMATS, SAME, TOOL_FORMATS
 from nanoengine.config import EngineConfig
 from nanoengine.flags import FlexibleArgumentParser, add_flags, argparse_type, settings_of, value_of
 from nanoengine.sampling_params import check_number, check_strings

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanoengine import __version__
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.chat.tool_formats import choose_formats
+from nanoengine.chat.answer_parser import choose_formats
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric, Vector
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, check_unicode

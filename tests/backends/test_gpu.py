@@ -12,7 +12,7 @@ from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.backends.triton import TritonAttention
 from nanoengine.engine import ModelRunner
-from nanoengine.models.replaced_attention import alibi_slopes
+from nanoengine.models.hf_attention import alibi_slopes
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
 from tests.helpers import DEMO, checkpoint, greedy, random_prompts
 from tests.models.test_load import host_memory_of_loading

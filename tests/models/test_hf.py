@@ -18,7 +18,7 @@ from nanoengine.checkpoints.hf_config import attention_implementation, language_
 from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
 from nanoengine.models import hf
 from nanoengine.models.hf import HFModel, _Waits
-from nanoengine.models.replaced_attention import _slopes_of, alibi_slopes
+from nanoengine.models.hf_attention import _slopes_of, alibi_slopes
 from tests.helpers import (
     ALTERNATING,
     GEMMA,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from nanoengine.chat.call_syntax import PARAMETER, CallEnd, cast_to, listed, read_calls, read_content
+from nanoengine.chat.call_arguments import PARAMETER, CallEnd, cast_to, listed, read_calls, read_content
 from nanoengine.extensions.structured.json_schemas import closed, literal
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import StructuredOutputsParams

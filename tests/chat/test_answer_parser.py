@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanoengine.chat.tool_formats import TOOL_FORMATS, AnswerParser, Formats, ToolChoice, choose_formats
+from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, ToolChoice, choose_formats
 from nanoengine.server.openai_api import ChatRequest
 from tests.helpers import DEMO, byte_tokenizer, table_checkpoint
 from tests.serving import http, served
