@@ -126,7 +126,8 @@ class RequestChecker:
         if limit is not None and len(token_ids) > limit:
             text, token_ids = None, token_ids[-limit:]
         self._check_length(len(token_ids))
-        bad_words = self._bad_word_ids(tuple(params.bad_words or ()), tokenizer, vocab_size)
+        words = tuple(params.bad_words or ())
+        bad_words = self._bad_word_ids(words, tokenizer, vocab_size) if words else ()
         banned = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if params.min_tokens else set())
         if banned.issuperset(params.allowed_token_ids or range(vocab_size)):
             raise ValueError(
@@ -232,7 +233,7 @@ def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> t
         ValueError: a word has no tokens, or a token that is not in the model's vocabulary.
     """
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    texts = [f"0{character}" for character in AFTER] if bad_words else []
+    texts = [f"0{character}" for character in AFTER]
     befores = {"": [[]], **{text: [encode(text), encode("0"), []] for text in texts}}
     results: dict[tuple[int, ...], None] = {}  # in order
     for word in bad_words:

@@ -17,7 +17,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from nanoengine import LLM, SamplingParams, engine
-from nanoengine.cli import run as ask
+from nanoengine.cli import run
 from nanoengine.engine import BlockManager, Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
@@ -69,7 +69,7 @@ def recorded_page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
         patch.chdir(folder)
-        ask.run(COMMAND.split()[2:])
+        run.main(COMMAND.split()[2:])
     return folder / "docs" / "run.html"
 
 
@@ -525,7 +525,7 @@ def test_run_shows_preemptions_of_any_model_in_a_small_cache(tmp_path, monkeypat
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     path = str(tmp_path / "run.jsonl")
     prompts = ["--prompt", "Count from 8 to 60.", "--prompt", "Count from 9 to 60."]
-    ask.run([str(DEMO), "--trace", path, "--block-size", "4", "--num-kv-blocks", "30", *prompts])
+    run.main([str(DEMO), "--trace", path, "--block-size", "4", "--num-kv-blocks", "30", *prompts])
     whys = [change.get("why") for event in viewer.load(path)[1:] for change in event["changes"]]
     assert "preempted" in whys
 
@@ -533,5 +533,5 @@ def test_run_shows_preemptions_of_any_model_in_a_small_cache(tmp_path, monkeypat
 def test_run_refuses_another_file_extension_before_it_starts(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
     with pytest.raises(SystemExit):
-        ask.run(["--trace", "run.txt"])
+        run.main(["--trace", "run.txt"])
     assert "a trace must end in .html, .json or .jsonl, got run.txt" in capsys.readouterr().err
