@@ -88,42 +88,22 @@ def print_table(title: str, reports: dict[str, Report]) -> None:
 
 
 def draw(reports: dict[str, Report], path: str) -> None:
-    """Plot the distributions of the time to first token and per token, and bars for the other figures."""
+    """Plot the distributions of the time to first token and of the time per token after it."""
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplot_mosaic(
-        "AAABBB;CCDDEE",
-        figsize=(13, 5 + 0.3 * len(reports)),
-        height_ratios=[4, 0.6 + 0.3 * len(reports)],
-        layout="constrained",
-    )
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     shares = np.linspace(0, 1, 1001)
-    for number, (name, report) in enumerate(reports.items()):
-        color = f"C{number}"
-        for axis, seconds in (("A", report.ttft), ("B", report.tpot)):
-            if not np.isnan(seconds).all():
-                axes[axis].plot(np.nanquantile(seconds, shares) * 1e3, shares, label=name, color=color)
-        bars = (report.num_preemptions, 100 * report.hit_rate, report.output_tokens_per_s)
-        for axis, value in zip("CDE", bars, strict=True):
-            axes[axis].bar_label(axes[axis].barh(name, value, color=color), fmt="%.0f", padding=3)
-    for axis, label in (("A", "time to first token, ms"), ("B", "time per token after the first, ms")):
-        axes[axis].set(xlabel=label, ylabel="share of the requests", xscale="log")
-        axes[axis].xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axes[axis].xaxis.set_major_formatter("{x:g}")
-        axes[axis].xaxis.set_minor_formatter(ticker.NullFormatter())
-        axes[axis].tick_params(axis="x", labelrotation=45)
-        axes[axis].grid(alpha=0.3)
-    for axis, label in zip("CDE", ("preemptions", "prefix hits, %", "output tokens/s"), strict=True):
-        axes[axis].set_xlabel(label)
-        axes[axis].invert_yaxis()  # the first setup on top
-        axes[axis].margins(x=0.2)
-        axes[axis].set_xlim(left=0, right=None if axes[axis].dataLim.x1 > 0 else 1)
-    for axis in "DE":
-        axes[axis].set_yticks([])
-    axes["A"].legend(fontsize="small")
+    labels = "time to first token, ms", "time per token after the first, ms"
+    for axis, name, label in zip(axes, ("ttft", "tpot"), labels, strict=True):
+        for setup, report in reports.items():
+            if not np.isnan(seconds := getattr(report, name)).all():
+                axis.plot(np.nanquantile(seconds, shares) * 1e3, shares, label=setup)
+        axis.set(xlabel=label, ylabel="share of the requests", xscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 
@@ -155,25 +135,27 @@ def parse_costs(text: str) -> CostModel:
     return CostModel(*costs)
 
 
-@argparse_type
-def named_policy(text: str) -> str:
-    """Return the name of a policy, or raise ValueError if it is unknown."""
-    parse_policy(text)
-    return text
+def name_of(find: Callable[[str], Any]) -> Callable[[str], str]:
+    """Return a parser of names that `find` knows."""
+    return argparse_type(lambda text: (find(text), text)[1])
 
 
-@argparse_type
-def named_scheduler(text: str) -> str:
-    """Return the name of a scheduler class, or raise ValueError or TypeError if there is none."""
-    find_scheduler(text)
-    return text
-
-
+POLICY, SCHEDULER = name_of(parse_policy), name_of(find_scheduler)
 # name -> its parser, its default, its help text, and its format in a table's row label
 SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
     "rate": (positive, 30.0, "requests a second", "{:g}/s"),
-    "scheduling_policy": (named_policy, "fcfs", "fcfs, priority, shortest, ageing:SECONDS_PER_TOKEN", "{}"),
-    "scheduler_cls": (named_scheduler, "nanoengine.engine:Scheduler", "module:Class, a `Scheduler`", "{}"),
+    "scheduling_policy": (
+        name_of(parse_policy),
+        "fcfs",
+        "fcfs, priority, shortest, ageing:SECONDS_PER_TOKEN",
+        "{}",
+    ),
+    "scheduler_cls": (
+        name_of(find_scheduler),
+        "nanoengine.engine:Scheduler",
+        "module:Class, a `Scheduler`",
+        "{}",
+    ),
     "max_num_batched_tokens": (at_least(1), 1024, "token budget of a step", "budget {}"),
     "long_prefill_token_threshold": (at_least(0), 0, "of a sequence in a step; 0: no limit", "chunks of {}"),
     "num_kv_blocks": (at_least(1), 2048, "blocks of the KV cache", "{} blocks"),

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanoengine.server.connections import Gate
 from nanoengine.server.openai_api import APIError
-from nanoengine.server.responses import ResponsesAPI
+from nanoengine.server.responses import responses
 from nanoengine.server.service import Service
 
 
@@ -42,8 +42,8 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         ("GET", "/server_info", service.server_info),
         ("GET", "/metrics", service.metrics),
         ("GET", "/", service.page),
+        ("POST", "/v1/responses", responses),
     ]
-    routes += ResponsesAPI(service).routes()
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method])
     paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)})

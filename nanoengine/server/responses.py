@@ -7,7 +7,7 @@ Source: the OpenAI API reference.
 """
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nanoengine.server.connections import Ticket
 from nanoengine.server.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing, sampling_fields
-from nanoengine.server.service import EventStream, Service, event
+from nanoengine.server.service import Choices, EventStream, event
 from nanoengine.unknown_arguments import without_unserved
 
 SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
@@ -254,48 +254,33 @@ class ResponseStream:
         return {"type": kind, "sequence_number": self.num_events - 1, **fields}
 
 
-class ResponsesAPI:
-    """Provides the route, on top of the server's `Service`."""
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    """Handle POST /v1/responses."""
+    ticket, service = request.state.ticket, request.app.state.service
+    choices = await service.start(body.chat(), request)
+    response = ResponseStream(body, ticket.id, int(time.time()), service.name)
+    if body.stream:
+        return EventStream(events(response, choices, ticket))
+    async with aclosing(choices):
+        (choice,) = [choice async for choice in choices]
+    *_, last = [*response.piece(choice["message"]), *response.end(choice["finish_reason"], ticket.usage())]
+    return JSON(last["response"])
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
 
-    def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        """Return methods, paths and endpoints."""
-        return [("POST", "/v1/responses", self.responses)]
-
-    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
-        """Handle POST /v1/responses."""
-        ticket = request.state.ticket
-        chat = body.chat()
-        choices = await self.service.start(chat, request)
-        response = ResponseStream(body, ticket.id, int(time.time()), self.service.name)
-        if body.stream:
-            return EventStream(self.events(response, choices, ticket))
+async def events(response: ResponseStream, choices: Choices, ticket: Ticket) -> AsyncGenerator[bytes]:
+    """Yield the response as server-sent events."""
+    try:
         async with aclosing(choices):
-            (choice,) = [choice async for choice in choices]
-        *_, last = [
-            *response.piece(choice["message"]),
-            *response.end(choice["finish_reason"], ticket.usage()),
-        ]
-        return JSON(last["response"])
-
-    async def events(
-        self, response: ResponseStream, choices: AsyncGenerator[dict[str, Any]], ticket: Ticket
-    ) -> AsyncGenerator[bytes]:
-        """Yield the response as server-sent events."""
-        try:
-            async with aclosing(choices):
-                for content in response.begin():
-                    yield named_event(content)
-                async for choice in choices:
-                    for content in response.piece(choice["delta"]):
-                        yield named_event(content)
-            for content in response.end(choice["finish_reason"], ticket.usage()):
+            for content in response.begin():
                 yield named_event(content)
-        except APIError as error:
-            ticket.error = error.code
-            yield named_event(response.failure(error))
+            async for choice in choices:
+                for content in response.piece(choice["delta"]):
+                    yield named_event(content)
+        for content in response.end(choice["finish_reason"], ticket.usage()):
+            yield named_event(content)
+    except APIError as error:
+        ticket.error = error.code
+        yield named_event(response.failure(error))
 
 
 def named_event(content: dict[str, Any]) -> bytes:
