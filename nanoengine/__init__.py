@@ -28,7 +28,7 @@ _NAMES = {
     "llm_engine": "LLMEngine",
     "outputs": "CompletionOutput Logprob RequestMetrics RequestOutput",
     "requests": "TextPrompt TokensPrompt",
-    "sampling_params": "GuidedDecodingParams RequestOutputKind SamplingParams StructuredOutputsParams",
+    "sampling_params": "RequestOutputKind SamplingParams StructuredOutputsParams",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULE_OF]

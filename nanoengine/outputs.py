@@ -50,11 +50,6 @@ class RequestMetrics:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
 
-    @property
-    def queue_time(self) -> float | None:
-        """Seconds from the request's arrival until it was first scheduled."""
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
-
 
 @dataclass(slots=True)
 class RequestOutput:

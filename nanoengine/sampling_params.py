@@ -155,10 +155,7 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs must have one of {', '.join(kinds)}, got {num} of them")
 
 
-GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
-
-
-@accepts(SAMPLING_IGNORES, {"guided_decoding": "structured_outputs"})
+@accepts(SAMPLING_IGNORES)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """Says how to sample, when to stop and what to report. Names and defaults are vLLM's.

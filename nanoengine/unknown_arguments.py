@@ -25,6 +25,7 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": ("leave it out; ranks are processes", "mp", "uni"),
     "enable_chunked_prefill": ("set max_num_batched_tokens to at least the longest prompt's length", True),
     "enable_lora": ("pass lora=...; the adapter is merged into the weights", False),
+    "guided_decoding": ("use structured_outputs",),
     "include_reasoning": ("read only content", True),
     "kv_transfer_config": ("set kv_store",),
     "limit_mm_per_prompt": ("prompts are text only",),

@@ -78,8 +78,14 @@ def pool() -> list[tuple[str, dict[str, Any]]]:
         ("/v1/completions", {"prompt": [prompt(), prompt()], "max_tokens": 8, "temperature": 0}),
         ("/v1/completions", {"prompt": "What is 2 + 3?", "echo": True, "logprobs": 1, "max_tokens": 4}),
         ("/v1/completions", {"prompt": prompt(), "prompt_logprobs": 1, "max_tokens": 5}),
-        ("/v1/completions", {"prompt": prompt(), "guided_regex": "[a-f]{3,9}", "max_tokens": 12}),
-        ("/v1/completions", {"prompt": prompt(), "guided_choice": ["yes", "no way"], "max_tokens": 12}),
+        (
+            "/v1/completions",
+            {"prompt": prompt(), "structured_outputs": {"regex": "[a-f]{3,9}"}, "max_tokens": 12},
+        ),
+        (
+            "/v1/completions",
+            {"prompt": prompt(), "structured_outputs": {"choice": ["yes", "no way"]}, "max_tokens": 12},
+        ),
     ]
     chat = [{"role": "user", "content": "Count from 3 to 12."}]
     number = {"type": "integer", "minimum": 0, "maximum": 99}

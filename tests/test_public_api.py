@@ -22,7 +22,7 @@ PACKAGE = Path(nanoengine.__file__).parent
 
 def test_public_names_are_exactly_these():
     names = "AsyncEngineArgs AsyncLLM AsyncLLMEngine CompletionOutput EngineArgs EngineConfig "
-    names += "GuidedDecodingParams LLM LLMEngine Logprob RequestMetrics RequestOutput RequestOutputKind "
+    names += "LLM LLMEngine Logprob RequestMetrics RequestOutput RequestOutputKind "
     names += "SamplingParams StructuredOutputsParams TextPrompt TokensPrompt __version__"
     assert sorted(nanoengine.__all__) == names.split()
     for name in nanoengine.__all__:

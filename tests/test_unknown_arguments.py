@@ -110,7 +110,6 @@ def test_value_that_only_resembles_a_noop_is_rejected(of, setting):
         ("CALL", "add_generation_promt", "add_generation_prompt"),
         ("PROMPT", "promt", "prompt"),
         ("CHAT", "mesages", "messages"),
-        ("GUIDED", "guided_jsn", "guided_json"),
     ],
 )
 def test_typo_is_an_error_at_any_value(of, typo, served):

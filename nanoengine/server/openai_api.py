@@ -31,7 +31,6 @@ MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searche
 # The SamplingParams fields that a request may set. Fields of the API determine the others.
 SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
 SAMPLED -= {"detokenize", "logits_processors", "output_kind"}
-GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
 
 # ---- JSON, and errors in OpenAI's shape ----------------------------------------------------------
 
@@ -211,14 +210,7 @@ class GenerationRequest(BaseModel):
         Raises:
             APIError: a parameter is out of range, or not supported.
         """
-        given: dict[str, Any] = {}
-        structured: dict[str, Any] = {}
-        for name, value in sampling_fields(self, SAMPLED | GUIDED.keys()).items():
-            if name in GUIDED:
-                structured[GUIDED[name]] = value
-                self._structured_field = name
-            else:
-                given[name] = value
+        given = sampling_fields(self, SAMPLED)
         with refusing(self):
             bias = self.logit_bias
             if isinstance(bias, dict):  # JSON's keys are strings
@@ -228,12 +220,9 @@ class GenerationRequest(BaseModel):
                 bias = {int(key): value for key, value in bias.items()}
             given |= {"logit_bias": bias, "prompt_logprobs": self.prompt_logprobs, **own}
             if asked := self.format():
-                structured |= asked
-                self._structured_field = "response_format"
-            if structured and "structured_outputs" in given:
-                raise ValueError("structured_outputs cannot be combined with response_format or guided_...")
-            if structured:
-                given["structured_outputs"] = structured
+                if "structured_outputs" in given:
+                    raise ValueError("structured_outputs cannot be combined with response_format")
+                self._structured_field, given["structured_outputs"] = "response_format", asked
             for name in ("logprobs", "prompt_logprobs"):  # the engine checks the upper limit
                 if (given.get(name) or 0) < 0:
                     raise ValueError(f"{name} must be at least 0, got {given[name]}")

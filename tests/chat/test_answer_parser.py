@@ -770,13 +770,12 @@ def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
     [
         ({"response_format": {"type": "text"}}, lambda text: True),
         ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
-        ({"guided_regex": "[ab]{4}"}, lambda text: len(text) == 4 and set(text) <= {"a", "b"}),
-        ({"guided_choice": ["red", "blue"]}, {"red", "blue"}.__contains__),
-        ({"guided_json": {"const": [1]}, "guided_whitespace_pattern": ""}, "[1]".__eq__),
-        ({"guided_grammar": 'root ::= "x"'}, "x".__eq__),
-        ({"structured_outputs": {"choice": ["1"]}}, "1".__eq__),
+        ({"structured_outputs": {"regex": "[ab]{4}"}}, re.compile("[ab]{4}").fullmatch),
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, {"red", "blue"}.__contains__),
+        ({"structured_outputs": {"json": {"const": [1]}, "whitespace_pattern": ""}}, "[1]".__eq__),
+        ({"structured_outputs": {"grammar": 'root ::= "x"'}}, "x".__eq__),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_every_spelling_of_structured_outputs_is_accepted(fields, conforms, path, running, script):
@@ -818,12 +817,16 @@ REFUSED: list[tuple[str | None, str, dict]] = [
     ("tool_choice", "must be none, auto", {"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}),
     ("tool_choice", "required or one of", {"tools": [ADD], "tool_choice": "sometimes"}),
     ("tool_choice", "one of .'add'.", {"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}),
-    ("tool_choice", "excludes other", {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"}),
+    (
+        "tool_choice",
+        "excludes other",
+        {"tools": [ADD], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+    ),
     ("response_format", "response_format must be", {"response_format": {"type": "xml"}}),
     ("response_format", "json_schema with a schema", {"response_format": {"type": "json_schema"}}),
     ("response_format", "Unimplemented keys", schema(**{"not": {}})),
-    ("guided_regex", "unclosed group", {"guided_regex": "("}),
-    ("guided_regex", "cannot be combined", {"guided_regex": "a", "structured_outputs": {"regex": "b"}}),
+    ("structured_outputs", "unclosed group", {"structured_outputs": {"regex": "("}}),
+    ("structured_outputs", "cannot be combined", {**schema(), "structured_outputs": {"regex": "b"}}),
     ("structured_outputs", "no field 'foo'", {"structured_outputs": {"foo": 1}}),
     (None, "has no argument 'logits_processors'", {"logits_processors": ["os:system"]}),
     ("messages", "tool_calls must hold", {"messages": [{"role": "assistant", "tool_calls": [5]}]}),

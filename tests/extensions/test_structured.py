@@ -636,14 +636,6 @@ def test_grammars_that_cannot_be_rolled_back_get_no_drafts():
     assert {reason for *_, reason in found[0]} == {"stop"}
 
 
-def test_older_names_are_accepted():
-    from nanoengine import GuidedDecodingParams
-
-    old = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a"))
-    assert old == SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    assert SamplingParams(guided_decoding=None, structured_outputs=None) == SamplingParams()
-
-
 def test_objects_are_closed_by_default():
     inner = {"type": "object", "properties": {"x": {}}}
     opened = {"patternProperties": {}, "additionalProperties": True}
