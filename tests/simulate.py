@@ -78,13 +78,9 @@ def pool() -> list[tuple[str, dict[str, Any]]]:
         ("/v1/completions", {"prompt": [prompt(), prompt()], "max_tokens": 8, "temperature": 0}),
         ("/v1/completions", {"prompt": "What is 2 + 3?", "echo": True, "logprobs": 1, "max_tokens": 4}),
         ("/v1/completions", {"prompt": prompt(), "prompt_logprobs": 1, "max_tokens": 5}),
-        (
-            "/v1/completions",
-            {"prompt": prompt(), "structured_outputs": {"regex": "[a-f]{3,9}"}, "max_tokens": 12},
-        ),
-        (
-            "/v1/completions",
-            {"prompt": prompt(), "structured_outputs": {"choice": ["yes", "no way"]}, "max_tokens": 12},
+        *(
+            ("/v1/completions", {"prompt": prompt(), "structured_outputs": asked, "max_tokens": 12})
+            for asked in ({"regex": "[a-f]{3,9}"}, {"choice": ["yes", "no way"]})
         ),
     ]
     chat = [{"role": "user", "content": "Count from 3 to 12."}]

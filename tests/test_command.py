@@ -86,6 +86,7 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
         ("serve demo --allowed-origins [1]", "allowed_origins must hold strings only, got 1"),
         ("bench --workload decoed", "did you mean decode?"),
         ("bench --model /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
+        ("run --trace run.txt", "a trace must end in .html, .json or .jsonl, got run.txt"),
         ("trace --ouput x.html", "did you mean 'output'?"),
         ("trace /no/such.jsonl -o x.html", "No such file or directory: '/no/such.jsonl'"),
         ("lab --rat 5 --num-requets 3", "did you mean 'num_requests'?"),

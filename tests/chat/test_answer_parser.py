@@ -817,11 +817,7 @@ REFUSED: list[tuple[str | None, str, dict]] = [
     ("tool_choice", "must be none, auto", {"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}),
     ("tool_choice", "required or one of", {"tools": [ADD], "tool_choice": "sometimes"}),
     ("tool_choice", "one of .'add'.", {"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}),
-    (
-        "tool_choice",
-        "excludes other",
-        {"tools": [ADD], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
-    ),
+    ("tool_choice", "excludes other", {**schema(), "tools": [ADD], "tool_choice": "required"}),
     ("response_format", "response_format must be", {"response_format": {"type": "xml"}}),
     ("response_format", "json_schema with a schema", {"response_format": {"type": "json_schema"}}),
     ("response_format", "Unimplemented keys", schema(**{"not": {}})),

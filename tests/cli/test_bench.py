@@ -1,11 +1,8 @@
 """The benchmark: its workloads, its arithmetic, and short runs of the engines beside each other."""
 
-import contextlib
 import itertools
 import json
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +19,8 @@ from benchmarks import features, gpu, gpu_report, host, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
-from benchmarks.machine import instruction_sets, machine
-from benchmarks.report import hardware, pair_ratios, print_tricks
+from benchmarks.machine import machine
+from benchmarks.report import hardware, print_tricks
 from benchmarks.runs import measurements
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.roofline import measure_limits, roofline_seconds
@@ -305,13 +302,6 @@ def test_the_command_bench_serves_its_workload_and_reports_rates_latencies_and_r
     assert 0 < result["bandwidth_gb_per_s"] < 10000
 
 
-def test_a_machine_names_its_instruction_sets_and_what_limits_them():
-    x86, limits = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}, {"ONEDNN_MAX_CPU_ISA": "AVX2", "HOME": "/"}
-    assert instruction_sets(x86, {}) == "AVX2, AVX-512, AVX-512 bfloat16, AMX"
-    limited = instruction_sets({"asimd", "bf16"}, limits)
-    assert limited == "NEON, NEON bfloat16, limited by ONEDNN_MAX_CPU_ISA=AVX2"
-
-
 PLACE = {"cpu": "A CPU", "instructions": "AVX2", "gpu": None, "cores": 2, "threads": 2, "memory_gib": 8.0}
 
 
@@ -357,27 +347,6 @@ with LLM("demo", dtype="float32", num_kv_blocks=50, **settings_of({WITHOUT + tri
         assert is_packed == (trick not in ("compiled kernels", "packed weights"))
 
 
-def test_the_machine_of_a_measurement_names_its_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
-    monkeypatch.setattr("torch.utils.collect_env.get_nvidia_driver_version", lambda run: "580.1")
-    assert machine(2, "cuda")["gpu"] == f"H200, CUDA {torch.version.cuda}, driver 580.1"
-
-
-SERVED = {"model": "tiny", "dtype": "float32", "prompt": 32, "output": 8, "requests": 4, "shared": 0}
-
-
-def test_guidellm_gets_the_rate_and_the_shared_prefix():
-    args = SimpleNamespace(**SERVED)
-    asked = served.scenario("http://a", "/model", args, 2.0, 3, Path("/out.json"))
-    assert asked["profile"] == {"kind": "constant", "rate": [2.0]}
-    assert asked["seed"] == {"kind": "static", "value": 3}
-    assert asked["data"] == [{"kind": "synthetic_text", "prompt_tokens": 32, "output_tokens": 8}]
-    args.shared = 512
-    asked = served.scenario("http://a", "/model", args, None, 4, Path("/out.json"))
-    assert asked["profile"] == {"kind": "throughput", "max_concurrency": 4}
-    assert asked["data"][0]["prefix_buckets"][0]["prefix_tokens"] == 512
-
-
 def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
     def of(p50, p99):
         return {"successful": {"mean": p50, "percentiles": {"p50": p50, "p99": p99}}}
@@ -394,11 +363,6 @@ def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
     metrics["request_totals"]["errored"] = 1
     with pytest.raises(RuntimeError, match="1 of guidellm's 4 requests failed"):
         served.summarize({"metrics": metrics})
-
-
-def test_a_pair_of_engines_has_the_median_the_least_and_the_most_of_their_runs_ratios():
-    slow, fast = ({"runs_tokens_per_s": runs} for runs in ([10.0, 20.0, 10.0], [20.0, 30.0, 10.0]))
-    assert pair_ratios(fast, slow) == "1.50 (1.00 to 2.00)"
 
 
 @pytest.mark.parametrize(
@@ -418,23 +382,6 @@ def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, mo
     with pytest.raises(SystemExit):
         command.parse_arguments()
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given():
-    for peers in (["vllm"], ["vllm", "nano-vllm"]):
-        variables = [f"{peer.upper().replace('-', '_')}=/a/python" for peer in peers]
-        command = ["make", "--dry-run", "gpu", *variables]
-        recipe = subprocess.check_output(command, text=True, cwd=ROOT).replace("\\\n", "")
-        (line,) = [line for line in recipe.splitlines() if "-m benchmarks.gpu" in line]
-        assert shlex.split(line)[3:] == [x for peer in peers for x in ("--python", f"{peer}=/a/python")]
-
-
-def test_the_command_line_is_printed_without_this_machine_s_paths(monkeypatch):
-    arguments = ["--engine", "vllm", "--python", "vllm=/home/me/env/vllm/bin/python", "--model", "a b"]
-    monkeypatch.setattr(sys, "argv", ["/home/me/benchmarks/__main__.py", *arguments])
-    expected = "python -m benchmarks --engine vllm --python vllm=vllm/bin/python --model 'a b'"
-    assert command.command_line() == expected
 
 
 def test_the_engine_serves_every_built_in_shape(tmp_path):
@@ -468,33 +415,6 @@ def test_every_attention_backend_is_timed(flash_doubles):
         assert found[name].keys() == batches.keys()
         assert min(found[name].values()) > 0
     assert "failed when tried" in found["triton"]["error"]
-
-
-def test_on_a_gpu_a_graph_of_twenty_calls_is_timed(monkeypatch):
-    calls, plain = [], {"tensor": torch.tensor, "zeros": torch.zeros}
-
-    class Backend:
-        capturable = True
-
-        def __init__(self, *_):
-            pass
-
-        def __call__(self, *_, scale):
-            calls.append("call")
-
-    class GPU(str):
-        type = "cuda"
-
-    for name, function in plain.items():
-        patched = lambda *args, device=None, function=function, **kwargs: function(*args, **kwargs)  # noqa: E731
-        monkeypatch.setattr(f"torch.{name}", patched)
-    monkeypatch.setattr("nanoengine.backends.kv_cache.zeros_on_large_pages", lambda *_: None)
-    graph = SimpleNamespace(replay=lambda: calls.append("replay"))
-    monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: graph)
-    monkeypatch.setattr("torch.cuda.graph", lambda _: contextlib.nullcontext())
-    assert gpu.attention_ms(Backend, [(1, 30)], GPU("cuda"), repeats=2) > 0
-    assert calls[:21] == ["call"] * 21  # one before the capture
-    assert set(calls[21:]) == {"replay"}
 
 
 def benched(*rows):

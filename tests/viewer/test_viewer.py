@@ -190,11 +190,6 @@ def test_the_page_shows_the_right_owners_forwards_and_backwards(open_page):
     check(browser, 4)
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_an_empty_trace_says_so(open_page, length):
-    assert text_of(open_page(small_run()[:length]), "headline") == "Nothing happened in this trace."
-
-
 def test_the_page_plays_to_the_end_and_stops(open_page):
     browser = open_page(small_run())
     browser.execute_script("document.getElementById('speed').value = '60'")
@@ -421,11 +416,6 @@ def test_the_page_replays_what_the_engine_does(open_page):
 # ---- the page that lessons link to, and the command that makes it -------------------------------
 
 
-@pytest.mark.parametrize("where", ["docs/README.md", "docs/guide/trace.md", "Makefile"])
-def test_the_page_names_the_command_that_makes_it(where):
-    assert COMMAND in (ROOT / where).read_text().replace("$(BIN)/", "")
-
-
 def test_the_command_builds_a_page_that_shows_everything_and_links_to_the_lessons(open_page, recorded_page):
     page = recorded_page.read_text()
     events = events_of(page)
@@ -528,10 +518,3 @@ def test_run_shows_preemptions_of_any_model_in_a_small_cache(tmp_path, monkeypat
     run.main([str(DEMO), "--trace", path, "--block-size", "4", "--num-kv-blocks", "30", *prompts])
     whys = [change.get("why") for event in viewer.load(path)[1:] for change in event["changes"]]
     assert "preempted" in whys
-
-
-def test_run_refuses_another_file_extension_before_it_starts(monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
-    with pytest.raises(SystemExit):
-        run.main(["--trace", "run.txt"])
-    assert "a trace must end in .html, .json or .jsonl, got run.txt" in capsys.readouterr().err
