@@ -1,29 +1,22 @@
 """The conservation laws of blocks and queues, checked by tests after each operation."""
 
 import itertools
-import sys
 from array import array
 from collections import Counter, abc
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.backends.step_inputs import NUM_RESERVED_SLOTS
 from nanoengine.engine import BlockKey, BlockManager, Scheduler, Sequence
-
-
-def extension(file: str, name: str) -> Any:
-    """Return an extension's class if it is in use. Otherwise return (), which has no instances."""
-    module = sys.modules.get(f"nanoengine.extensions.{file}")
-    return getattr(module, name) if module else ()
+from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulScheduler
+from nanoengine.extensions.windows import WindowedBlockManager
 
 
 def tables_of(manager: BlockManager, seq: Sequence) -> list[list[int]]:
     """Return a sequence's block tables, one per group of layers; none while it waits."""
-    if isinstance(manager, extension("windows", "WindowedBlockManager")):
-        tables: list[list[int]] = manager.tables_of(seq)
-        return tables
+    if isinstance(manager, WindowedBlockManager):
+        return manager.tables_of(seq)
     return [seq.block_table] if seq.block_table else []
 
 
@@ -60,9 +53,9 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
         shortest = min(map(len, tables_of(manager, seq)), default=0)
         assert seq.capacity == shortest * manager.block_size
         assert seq.num_computed_tokens <= seq.capacity, "more computed tokens than room"
-    if isinstance(manager, extension("windows", "WindowedBlockManager")):
+    if isinstance(manager, WindowedBlockManager):
         assert manager.more_tables.keys() == set(sequences), "tables of a sequence without blocks"
-    if isinstance(manager, extension("states", "StatefulBlockManager")):
+    if isinstance(manager, StatefulBlockManager):
         assert manager.held.keys() == set(sequences), "a sequence runs without a state, or waits with one"
         slots = [*manager.free_slots, *manager.kept_slots.values(), *(x.slot for x in manager.held.values())]
         usable = range(NUM_RESERVED_SLOTS, NUM_RESERVED_SLOTS + manager.num_state_slots)
@@ -81,7 +74,7 @@ def check_laws(scheduler: Scheduler) -> None:
     assert all(seq.block_table for seq in scheduler.running)
     assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than max_num_seqs"
     check_blocks(scheduler.block_manager, scheduler.running)
-    if isinstance(scheduler, extension("states", "StatefulScheduler")):
+    if isinstance(scheduler, StatefulScheduler):
         written = {span.target: seq for seq, spans in scheduler.spans.items() for span in spans}
         uses = [(slot, seq) for seq, spans in scheduler.spans.items() for span in spans for slot in span[2:]]
         assert all(written.get(slot, seq) is seq for slot, seq in uses), "two sequences share a written state"
