@@ -14,7 +14,7 @@ from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.llm_engine import find_scheduler
 from tests.helpers import DEMO, finish
 from tests.model_table import small_config, small_model
-from tests.test_scheduling_machine import BRIEFLY, CoreMachine, ExtendedMachine
+from tests.test_scheduling_machine import BRIEFLY, ExtendedMachine
 from tests.worlds import World
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide" / "scheduling.md"
@@ -93,16 +93,12 @@ class AnyWorld(World):
     schedulers: ClassVar = {Scheduler: AnyChoice, DraftingScheduler: AnyDraftedChoice}
 
 
-class AnyCore(CoreMachine):
-    make_world = AnyWorld
-
-
 class AnyExtended(ExtendedMachine):
     make_world = AnyWorld
 
 
-TestCore, TestExtended = AnyCore.TestCase, AnyExtended.TestCase
-TestCore.settings = TestExtended.settings = BRIEFLY
+TestExtended = AnyExtended.TestCase
+TestExtended.settings = BRIEFLY
 
 
 def test_a_choice_that_a_step_has_scheduled_already_is_an_error():

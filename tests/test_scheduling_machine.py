@@ -1,6 +1,7 @@
 """Random walks through worlds of worlds.py that are too large to explore.
 
-The same walk serves the core alone and what extends it.
+The same walk serves the core alone and what extends it. By default test_trace.py, test_policies.py and
+test_kvstore.py run it, each with checks of its own.
 """
 
 import random
@@ -133,9 +134,6 @@ class ExtendedMachine(CoreMachine):
 BRIEFLY = settings(
     max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestCore = CoreMachine.TestCase
-TestExtended = ExtendedMachine.TestCase
-TestCore.settings = TestExtended.settings = BRIEFLY
 AT_LENGTH = settings(BRIEFLY, max_examples=600, derandomize=True, database=None)  # over 10,000 steps
 
 

@@ -30,13 +30,13 @@ IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES
 TYPOS = "long_prefill_token_threshold_adaptive", "max_num_scheduled_tokens", "reasoning_parser_plugin"
 
 
+PARSER = make_parser()  # making one takes longer than its use
+
+
 def serve(**flags):
-    (given,) = flags.items()
-    flag = f"--{given[0].replace('_', '-')}"
-    value = given[1]
-    if value is False:
-        flag = f"--no-{flag[2:]}"
-    make_parser().parse_args(["demo", flag if isinstance(value, bool) else f"{flag}={text_of(value)}"])
+    ((name, value),) = flags.items()
+    flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+    PARSER.parse_args(["demo", flag if isinstance(value, bool) else f"{flag}={text_of(value)}"])
 
 
 def text_of(value):
