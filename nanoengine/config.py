@@ -199,7 +199,7 @@ class EngineConfig:
     def add_cli_args(cls, parser: P) -> P:
         """Add a flag for each setting to an argument parser, or to an argument group.
 
-        Settings in `compat.INSTEAD` get their defaults, because vLLM's scripts read them.
+        Settings in `unknown_arguments.INSTEAD` get their defaults, because vLLM's scripts read them.
         """
         from nanoengine.flags import add_flags
 

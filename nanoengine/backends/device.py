@@ -1,6 +1,6 @@
 """`Device`: everything the engine needs from the processor it runs on, here in plain PyTorch for a CPU.
 
-The subclasses `cpu.device.CPU` and `cuda.CUDA` override what can be faster there, so that no other module
+The subclasses `cpu_device.CPU` and `cuda.CUDA` override what can be faster there, so that no other module
 has to distinguish processors.
 """
 

@@ -36,7 +36,7 @@ class Reader(Protocol):
 
 
 class Files:
-    """Reads a checkpoint's tensors by name. The subclass `formats.QuantizedFiles` reads quantized weights.
+    """Reads a checkpoint's tensors by name. The subclass `QuantizedFiles` reads quantized weights.
 
     `rename` returns a tensor's name in the model, or None for a tensor of a part that is not loaded.
 

@@ -4,7 +4,7 @@ Layers with the same window, or with none, form a group (`kv_cache.group_layers`
 table for each group. The first is `Sequence.block_table`; the others are in
 `WindowedBlockManager.more_tables`. All groups take blocks from one pool. On the device, block tables and
 slots have the group as an extra first dimension, and each layer uses those of its group
-(`attention.GroupedAttention`).
+(`paged_attention.GroupedAttention`).
 
 Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
 """

@@ -114,7 +114,7 @@ class Service:
         max_waiting: how many samples may wait in addition to the `max_num_seqs` that run.
         max_body_bytes: limit on the body of a request.
         tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning: a name from
-            `tools.TOOL_FORMATS` or `REASONING_FORMATS`, "none", or "auto" (by the chat template).
+            `answer_parser.TOOL_FORMATS` or `REASONING_FORMATS`, "none", or "auto" (by the chat template).
         chat_template: a file, or the template itself, that replaces the tokenizer's.
     """
 

@@ -16,7 +16,7 @@ from nanoengine.sampling_params import check_integer
 
 
 class Store(Protocol):
-    """Stores entries by key. If a method raises, it is not called for `kvstore.RETRY_SECONDS`.
+    """Stores entries by key. If a method raises, it is not called for `connector.RETRY_SECONDS`.
 
     Keys are passed in prefix order: an entry is useful only together with those before it. Two threads call
     these methods: the engine's, which waits for the answer, and one that writes.

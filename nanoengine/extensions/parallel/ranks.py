@@ -399,7 +399,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
 
 # ---- Startup -------------------------------------------------------------------------------------
 
-Start = Callable[..., Started]  # `startup.start_runner` with its choose_runner filled in
+Start = Callable[..., Started]  # `assembly.start_runner` with its choose_runner filled in
 
 
 def serve(
