@@ -202,7 +202,7 @@ class SamplingParams:
     seed: int | None = None  # None: a random one
 
     def __post_init__(self) -> None:
-        if not (0 <= self.temperature < math.inf and self.top_k >= 0 < self.top_p <= 1 <= self.max_tokens):
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_tokens >= 1):
             raise ValueError(f"temperature and top_k must be >= 0, top_p in (0, 1], max_tokens >= 1: {self}")
 
 
@@ -362,7 +362,7 @@ class BlockManager:
 
 # ---- Scheduler: which tokens to compute next (lessons 6 to 8) ------------------------------------
 class Chunk(NamedTuple):
-    """The tokens [start, end) of a sequence, which one step computes."""
+    """Holds the tokens [start, end) of a sequence, which one step computes."""
 
     seq: Sequence
     start: int
@@ -401,7 +401,7 @@ class Scheduler:
         """Choose the chunks of the next step, and count their tokens as computed."""
         chunks: list[Chunk] = []
         budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
-        while len(chunks) < len(self.running) and budget > 0:
+        while len(chunks) < len(self.running) and budget > 0:  # preemptions remove from the end of running
             seq = self.running[len(chunks)]
             if not self._make_room(seq):
                 break
@@ -460,7 +460,7 @@ def build_inputs(chunks: list[Chunk], block_size: int) -> ModelInputs:
     seqs, starts, ends, _ = zip(*chunks, strict=True)
     first_positions, seq_lens = np.array(starts), np.array(ends)
     query_lens = seq_lens - first_positions
-    input_ids = np.array([token_id for seq, start, end, _ in chunks for token_id in seq.token_ids[start:end]])
+    input_ids = np.array(list(itertools.chain.from_iterable(seq.token_ids[a:b] for seq, a, b, _ in chunks)))
     cu_seqlens_q, cu_seqlens_k = (np.concatenate(([0], lens.cumsum())) for lens in (query_lens, seq_lens))
     tables = [seq.block_table for seq in seqs]
     block_tables = np.array(list(itertools.zip_longest(*tables, fillvalue=0))).T
@@ -473,9 +473,8 @@ def build_inputs(chunks: list[Chunk], block_size: int) -> ModelInputs:
     num_hit_tokens = np.array([seq.num_hit_tokens for seq in seqs])
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
     arrays = input_ids, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables
-    return ModelInputs._make(
-        [*(np.ascontiguousarray(a, np.int32) for a in arrays), query_lens.tolist(), list(ends)]
-    )
+    int32 = [np.ascontiguousarray(x, np.int32) for x in arrays]
+    return ModelInputs._make([*int32, query_lens.tolist(), list(ends)])
 
 
 def map_slots(block_tables: Array, seq_of_row: Array, positions: Array, block_size: int) -> Array:
