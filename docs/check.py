@@ -1,11 +1,14 @@
-"""Checks the engine that you build along with the lessons, one lesson at a time.
+"""Checks the functions of nano.py that you write along with the lessons, one lesson at a time.
 
-    python -m docs.check --stub > my_mini.py    write the file that you fill in
-    python -m docs.check 5 my_mini.py           check your functions of lesson 5
-    python -m docs.check all my_mini.py         check that the engine answers like transformers
+    python -m docs.check --stub > my_nano.py                    write the file that you fill in
+    python -m docs.check 5 my_nano.py                           check your functions of lesson 5
+    python -m docs.check all my_nano.py                         check the answers of the whole engine
+    python -m docs.check --stub exercises > my_exercises.py     the same for lessons 9, 12, 13 and 20
+    python -m docs.check 9 my_exercises.py
 
-The check of a lesson runs your functions from that lesson, and the solution's from all others. So you can
-do the lessons in any order, and a mistake in one does not fail another.
+The check of a lesson runs your functions from that lesson, and those of nanoengine/nano.py or
+docs/exercises.py from all others. So you can do the lessons in any order, and a mistake in one does not fail
+another.
 """
 
 import argparse
@@ -26,46 +29,60 @@ import torch
 import docs.checks.blocks
 import docs.checks.parts
 import docs.checks.scheduling
-import docs.mini  # noqa: F401  before the clock of a check starts
+import docs.exercises  # noqa: F401  before the clock of a check starts
 from docs.checks import CHECKS
 
-SOLUTION = Path(__file__).with_name("solution.py")
+ROOT = Path(__file__).parent.parent
+SOLUTIONS = {"nano": ROOT / "nanoengine" / "nano.py", "exercises": ROOT / "docs" / "exercises.py"}
 LESSONS = {
-    "3": "Paging: num_blocks_for, slot, may_append",
-    "4": "Prefix caching: block_keys, find_prefix, register_full_blocks, hold, allocate",
-    "5": "Eviction: take_free_block, free",
+    "3": "Paging: num_blocks_for, may_append, map_slots",
+    "4": "Prefix caching: hash_full_blocks, _find, find_prefix, register_full_blocks, allocate",
+    "5": "Eviction: _take_free_block, free",
     "6": "Continuous batching: schedule, update",
-    "7": "Chunked prefill: next_chunk",
-    "8": "Preemption: make_room, preempt_last",
+    "7": "Chunked prefill: _schedule_chunk",
+    "8": "Preemption: _make_room",
     "9": "Paged attention: merge, attend_blocks",
-    "11": "Sampling: random_number, keep_probable, sample",
+    "10": "CUDA graphs: pad_decodes, compute",
+    "11": "Sampling: uniform, keep_probable, sample",
     "12": "Sliding windows: num_skipped_blocks, window_hit",
-    "13": "Speculative decoding: draft, lookup, accept, verify",
+    "13": "Speculative decoding: draft, update, lookup, accept, verify",
     "20": "Quantization: quantize, pack, unpack, multiply",
     "all": "The whole engine, on the bundled model",
 }
+IN_EXERCISES = ("9", "12", "13", "20")  # the lessons whose functions are in docs/exercises.py
 STARTS = {  # the stub's first versions of what an earlier lesson calls already
-    "take_free_block": "block = self.empty_blocks.pop()\nself.ref_counts[block] = 1\nreturn block",
-    "next_chunk": "return Chunk(seq, seq.num_computed_tokens, len(seq.token_ids), True, [])",
-    "make_room": "return self.block_manager.may_append(seq, len(seq.token_ids))",
-    "draft": "return []",
-    "accept": "return sampled",
+    "_take_free_block": "block = self.empty_blocks.popleft()\nblock.ref_count = 1\nreturn block.block_id",
+    "_schedule_chunk": "start, seq.num_computed_tokens = seq.num_computed_tokens, len(seq.token_ids)\n"
+    "self.block_manager.register_full_blocks(seq)\n"
+    "return Chunk(seq, start, len(seq.token_ids), samples=True)",
+    "_make_room": "return self.block_manager.may_append(seq, len(seq.token_ids))",
+    "compute": "return self.model(send(inputs, self.model.device), self.caches)",
+    "uniform": "return 0.5",
+    "sample": "return logits.argmax(-1)",
 }
 SECONDS = {"all": 300.0}  # processor time of one check; all others get 2 seconds
 
 # ---- the student's file --------------------------------------------------------------------------
 
 
+def sheet_of(lesson: str) -> str:
+    """Return which of the two files has the functions of a lesson."""
+    return "exercises" if lesson in IN_EXERCISES else "nano"
+
+
 @cache
-def functions_of(source: str) -> list[tuple[str, str, ast.FunctionDef]]:
+def functions_of(source: str, sheet: str) -> list[tuple[str, str, ast.FunctionDef]]:
     """Return (lesson, class or "", function) for each function that a lesson leaves to the student."""
+    lessons = [lesson for lesson in LESSONS if lesson != "all" and sheet_of(lesson) == sheet]
+    lesson_of = {
+        name: lesson for lesson in lessons for name in LESSONS[lesson].partition(": ")[2].split(", ")
+    }
     found = []
     for node in ast.parse(source).body:
         owner = node.name if isinstance(node, ast.ClassDef) else ""
         for item in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(item, ast.FunctionDef) and (ast.get_docstring(item) or "").startswith("Lesson "):
-                lesson = (ast.get_docstring(item) or "").split(":")[0]
-                found.append((lesson.removeprefix("Lesson "), owner, item))
+            if isinstance(item, ast.FunctionDef) and item.name in lesson_of:
+                found.append((lesson_of[item.name], owner, item))
     return found
 
 
@@ -75,16 +92,18 @@ def compiled(source: str, name: str) -> CodeType:
     return compile(source, name, "exec")
 
 
-def stub(last: int = 0) -> str:
-    """Return the solution without the functions that the lessons after `last` leave to the student."""
-    lines = SOLUTION.read_text().splitlines()
-    for lesson, _, function in reversed(functions_of(SOLUTION.read_text())):
+def stub(sheet: str = "nano", last: int = 0) -> str:
+    """Return a solution without the functions that the lessons after `last` leave to the student."""
+    lines = SOLUTIONS[sheet].read_text().splitlines()
+    for lesson, _, function in reversed(functions_of(SOLUTIONS[sheet].read_text(), sheet)):
         if int(lesson) > last:
             docstring, end = function.body[0], function.body[-1]
             indent = " " * docstring.col_offset
             body = STARTS.get(function.name, "raise NotImplementedError").splitlines()
-            if function.name in STARTS:
-                body.insert(0, f"# Enough for the lessons before {lesson}. Replace these lines there.")
+            what = f"Enough for the lessons before {lesson}. Replace these lines there."
+            body.insert(
+                0, f"# {what}" if function.name in STARTS else f"# Lesson {lesson} asks for these lines."
+            )
             lines[docstring.end_lineno : end.end_lineno] = [indent + line for line in body]
     return "\n".join(lines) + "\n"
 
@@ -98,37 +117,42 @@ def load(source: str, name: str) -> Any:
 
 
 @cache
-def unwritten(source: str) -> set[str]:
+def unwritten(source: str, sheet: str) -> set[str]:
     """Return the names of the functions that are still the stub's first versions."""
     starts = {name: ast.dump(ast.parse(body)) for name, body in STARTS.items()}
     bodies = {
         item.name: ast.dump(ast.Module([line for line in item.body[1:]], []))
-        for _, _, item in functions_of(source)
+        for _, _, item in functions_of(source, sheet)
     }
     return {name for name, start in starts.items() if bodies.get(name) == start}
 
 
-def combine(source: str, lesson: str, name: str = "my_mini.py") -> Any:
+def combine(source: str, lesson: str, name: str = "my_nano.py", alone: bool = False) -> Any:
     """Return the student's module with the solution's functions for all lessons but one.
+
+    With `alone`, no function of the solution takes part.
 
     Raises:
         AttributeError: a class or a function of the lesson is missing.
         NotImplementedError: a function of the lesson is still the stub's first version.
     """
     mine = load(source, name)
-    if lesson == "all":
+    if alone or lesson == "all":
         return mine
-    solution = load(SOLUTION.read_text(), str(SOLUTION))
-    for where, owner, function in functions_of(SOLUTION.read_text()):
+    sheet = sheet_of(lesson)
+    text = SOLUTIONS[sheet].read_text()
+    solution = load(text, str(SOLUTIONS[sheet]))
+    for where, owner, function in functions_of(text, sheet):
         ours, theirs = (getattr(module, owner) if owner else module for module in (mine, solution))
         if where != lesson:
             setattr(ours, function.name, getattr(theirs, function.name))
         elif getattr(ours, function.name, None) is None:
             raise AttributeError(f"{owner}.{function.name}".lstrip(".") + " is missing from your file")
-        elif function.name in unwritten(source):
+        elif function.name in unwritten(source, sheet):
             raise NotImplementedError(function.name)
-    for function_name in "lookup", "accept":  # the solution's methods call these as module-level functions
-        solution.__dict__[function_name] = getattr(mine, function_name)
+    for _, owner, function in functions_of(text, sheet):
+        if not owner:  # the solution's methods call these as module-level functions
+            solution.__dict__[function.name] = getattr(mine, function.name)
     return mine
 
 
@@ -160,8 +184,8 @@ def explain(error: BaseException, source: str, name: str, seconds: float) -> str
     if isinstance(error, AssertionError) and not frames:
         return str(error)
     what = f"Your code raised {type(error).__name__}: {error}"
-    if isinstance(error, StopIteration):
-        what = "`next` found no element. `take_free_block` raises this if no block is free."
+    if isinstance(error, KeyError) and "is empty" in str(error):
+        what = "`popitem` found no block. `_take_free_block` raises this if no block is free."
     if isinstance(error, EndlessError):
         what = f"Your code was stopped after {seconds:g} seconds. Does a loop never end?"
     if not frames:
@@ -172,7 +196,7 @@ def explain(error: BaseException, source: str, name: str, seconds: float) -> str
 
 
 def failures(
-    source: str, lesson: str, name: str = "my_mini.py", alone: bool = False, most: float = 2.0
+    source: str, lesson: str, name: str = "my_nano.py", alone: bool = False, most: float = 2.0
 ) -> list[str]:
     """Return a message for each check of the lesson that the student's source fails.
 
@@ -187,7 +211,7 @@ def failures(
     for sentence, check in CHECKS[lesson]:
         try:
             with limited(seconds):
-                check(combine(source, "all" if alone else lesson, name))
+                check(combine(source, lesson, name, alone))
         except (Exception, EndlessError) as error:
             found.append(f"{sentence}\n    {explain(error, source, name, seconds)}")
             if isinstance(error, EndlessError):
@@ -199,8 +223,11 @@ def compare_speed(mine: Any) -> str:
     """Serve the same questions with the student's engine, then nanoengine, and say how fast each is."""
     from nanoengine import LLM, SamplingParams
 
-    prompts = [mine.ask(f"Count from {i} to {i + 12}.") for i in range(8)]
-    params = SamplingParams(temperature=0, max_tokens=60)
+    demo = ROOT / "nanoengine" / "demo"
+    llm = mine.LLM(demo, device="cpu")
+    chats = [[{"role": "user", "content": f"Count from {i} to {i + 12}."}] for i in range(8)]
+    how = {"add_generation_prompt": True, "return_dict": False}
+    prompts = [llm.tokenizer.apply_chat_template(chat, **how) for chat in chats]
 
     def fastest(serve: Callable[[], int]) -> float:
         speeds: list[float] = []
@@ -210,15 +237,17 @@ def compare_speed(mine: Any) -> str:
         return max(speeds)
 
     def yours() -> int:
-        engine = mine.Engine(mine.Scheduler(mine.BlockManager(64, 16), 8, 256))
-        return sum(map(len, engine.generate(prompts)))
+        llm.scheduler = llm.make_scheduler()  # with an empty cache
+        answers = llm.generate(prompts, mine.SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+        return sum(len(answer["token_ids"]) for answer in answers)
 
     torch.set_num_threads(1)  # faster for matrices this small
     your_speed = fastest(yours)  # before nanoengine pins its threads to the same cores
-    with LLM("demo", enable_prefix_caching=False) as llm:
+    with LLM(demo, enable_prefix_caching=False) as full:
 
         def ours() -> int:
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            params = SamplingParams(temperature=0, max_tokens=60)
+            outputs = full.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
         our_speed = fastest(ours)
@@ -242,14 +271,16 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("lesson", nargs="?", choices=LESSONS, metavar="lesson")
     parser.add_argument("file", nargs="?", type=Path, help="your file; default: the solution")
-    parser.add_argument("--stub", action="store_true", help="print the file that you fill in")
+    parser.add_argument(
+        "--stub", nargs="?", const="nano", choices=SOLUTIONS, help="print the file that you fill in"
+    )
     options = parser.parse_args(arguments)
     if options.stub:
-        print(stub(), end="")
+        print(stub(options.stub), end="")
         return 0
     if options.lesson is None:
         parser.error("name a lesson to check, or use --stub")
-    path = options.file or SOLUTION
+    path = options.file or SOLUTIONS[sheet_of(options.lesson)]
     try:
         found = failures(path.read_text(), options.lesson, str(path))
     except SyntaxError as error:

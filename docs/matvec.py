@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from docs.solution import multiply, pack, quantize, unpack
+from docs.exercises import multiply, pack, quantize, unpack
 from nanoengine.backends.cpu.build import FLAGS
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.quantized import Form, Quantized
@@ -67,7 +67,7 @@ def call(library: ctypes.CDLL, x: Tensor, packed: Tensor, scales: Tensor, zeros:
 
 
 def check(source: Path) -> None:
-    """Compare the kernel with `multiply` of docs/solution.py, and print its speed beside two others.
+    """Compare the kernel with `multiply` of docs/exercises.py, and print its speed beside two others.
 
     Raises:
         AssertionError: a result is wrong, or the kernel is slow.

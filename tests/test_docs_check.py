@@ -1,42 +1,43 @@
 """The track to build: the solution is right, the stub is not, and the mistakes people make are caught."""
 
-import ast
 import faulthandler
 import importlib.util
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from docs import decode, matvec
-from docs.check import LESSONS, SOLUTION, failures, functions_of, main, stub
+from docs.check import LESSONS, SOLUTIONS, failures, functions_of, main, sheet_of, stub
 from docs.checks import CHECKS
 
-RIGHT = SOLUTION.read_text()
+RIGHT = {lesson: SOLUTIONS[sheet_of(lesson)].read_text() for lesson in LESSONS}
 BY_LETTERS = [lesson for lesson in LESSONS if lesson != "all"]
 
 
 def mistakes():
-    """Yield (lesson, what is wrong, the right code, the wrong code) from docs/mistakes.md."""
-    for section in SOLUTION.with_name("mistakes.md").read_text().split("\n## Lesson ")[1:]:
-        for what, diff in re.findall(r"^### (.*?)\n\n```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
-            right, wrong = ("\n".join(re.findall(rf"^\{sign}(.*)", diff, re.MULTILINE)) for sign in "-+")
-            yield section.split()[0], what, right, wrong
+    """Yield (lesson, what is wrong, the right code, the wrong code) from mistakes.txt."""
+    text = Path(__file__).with_name("mistakes.txt").read_text()
+    for section in re.split(r"^== ", text, flags=re.MULTILINE)[1:]:
+        title, *lines = section.splitlines()
+        right, wrong = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        yield *title.split(" ", 1), right, wrong
 
 
 MISTAKES = list(mistakes())
-assert all(right in RIGHT for _, _, right, _ in MISTAKES)
+assert all(right in RIGHT[lesson] for lesson, _, right, _ in MISTAKES)
 
 
 @pytest.mark.parametrize("lesson", [*BY_LETTERS, pytest.param("all", marks=pytest.mark.slow)])
 def test_the_solution_is_right(lesson):
-    assert failures(RIGHT, lesson) == []
+    assert failures(RIGHT[lesson], lesson) == []
 
 
 @pytest.mark.parametrize("lesson", [*BY_LETTERS, pytest.param("all", marks=pytest.mark.slow)])
 def test_the_stub_passes_no_check_and_says_so(lesson):
-    found = failures(stub(), lesson)
+    found = failures(stub(sheet_of(lesson)), lesson)
     assert len(found) == len(CHECKS[lesson])
     assert all("is not written yet" in failure for failure in found)
 
@@ -44,7 +45,7 @@ def test_the_stub_passes_no_check_and_says_so(lesson):
 @pytest.mark.parametrize("last", BY_LETTERS)
 def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_solution(last):
     for lesson in BY_LETTERS[: BY_LETTERS.index(last) + 1]:
-        assert failures(stub(int(last)), lesson, alone=True) == []
+        assert failures(stub(sheet_of(lesson), int(last)), lesson, alone=True) == []
 
 
 @pytest.mark.parametrize(
@@ -52,32 +53,34 @@ def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_sol
     [pytest.param(lesson, right, wrong, id=f"{lesson} {what}") for lesson, what, right, wrong in MISTAKES],
 )
 def test_a_mistake_is_caught(lesson, right, wrong):
-    assert RIGHT.count(right) == 1
-    assert failures(RIGHT.replace(right, wrong), lesson, most=0.5)
+    assert RIGHT[lesson].count(right) == 1
+    assert failures(RIGHT[lesson].replace(right, wrong), lesson, most=0.5)
 
 
 @pytest.mark.parametrize("lesson", BY_LETTERS)
 def test_mistakes_in_a_lesson_fail_no_other_lesson(lesson):
-    student = RIGHT
-    for _, _, function in reversed(functions_of(RIGHT)):
-        if ast.get_docstring(function).startswith(f"Lesson {lesson}:"):
+    student = RIGHT[lesson]
+    for where, _, function in reversed(functions_of(student, sheet_of(lesson))):
+        if where == lesson:
             lines = student.splitlines()
             body = slice(function.body[1].lineno - 1, function.end_lineno)
             lines[body] = [" " * function.body[0].col_offset + "1 / 0"]
             student = "\n".join(lines)
     assert len(failures(student, lesson)) == len(CHECKS[lesson])
-    assert not any(failures(student, other) for other in BY_LETTERS if other != lesson)
+    others = [other for other in BY_LETTERS if other != lesson and sheet_of(other) == sheet_of(lesson)]
+    assert not any(failures(student, other) for other in others)
 
 
 def test_each_lesson_knows_five_mistakes_for_each_of_its_functions():
     for lesson in BY_LETTERS:
-        functions = sum(where == lesson for where, _, _ in functions_of(RIGHT))
+        functions = sum(where == lesson for where, _, _ in functions_of(RIGHT[lesson], sheet_of(lesson)))
+        assert functions == len(LESSONS[lesson].partition(": ")[2].split(", "))
         assert sum(where == lesson for where, *_ in MISTAKES) >= 5 * functions
 
 
 def test_the_command_explains_what_is_wrong(tmp_path, capsys):
-    student = tmp_path / "my_mini.py"
-    student.write_text(RIGHT.replace("in reversed(seq.block_table)", "in seq.block_table"))
+    student = tmp_path / "my_nano.py"
+    student.write_text(RIGHT["5"].replace("in reversed(seq.block_table)", "in seq.block_table"))
     assert main(["5", str(student)]) == 1
     assert capsys.readouterr().out == (
         "A freed sequence's last block is evicted first: 8 of its 12 letters can still be hit.\n"
@@ -95,25 +98,25 @@ def test_the_command_explains_what_is_wrong(tmp_path, capsys):
     ],
 )
 def test_the_student_s_own_line_is_shown_and_an_endless_loop_is_stopped(wrong, line):
-    student = RIGHT.replace("return -(-num_tokens // self.block_size)", wrong)
+    student = RIGHT["3"].replace("return -(-num_tokens // block_size)", wrong)
     shown = failures(student, "3", most=0.9)[0].splitlines()
-    number = student.splitlines().index("        " + wrong) + 1
+    number = student.splitlines().index("    " + wrong) + 1
     assert shown[1].strip() == line
-    where = f"    my_mini.py, line {number}, in num_blocks_for: {wrong}"
+    where = f"    my_nano.py, line {number}, in num_blocks_for: {wrong}"
     assert shown[2:] == ([] if "written" in line else [where])
 
 
 def test_a_file_that_does_not_compile_is_reported_once(tmp_path, capsys):
-    student = tmp_path / "my_mini.py"
+    student = tmp_path / "my_nano.py"
     student.write_text("x = 1\ndef f(:\n")
     assert main(["5", str(student)]) == 1
     assert capsys.readouterr().out == f"{student}, line 2: invalid syntax\n"
 
 
 def test_an_extra_block_is_explained_and_a_long_answer_is_shortened():
-    greedy = failures(RIGHT.replace("if num_new > self.num_free_blocks", "if num_new > 99"), "3")
+    greedy = failures(RIGHT["3"].replace("if num_new > self.num_free_blocks", "if num_new > 99"), "3")
     assert any("if no block is free" in failure for failure in greedy)
-    endless = failures(RIGHT.replace("self.running.remove(seq)", "pass"), "6")
+    endless = failures(RIGHT["6"].replace("self.running = [seq for", "[seq for"), "6")
     assert all(len(failure) < 600 for failure in endless)
 
 
@@ -195,6 +198,6 @@ def test_a_student_s_triton_kernel_is_checked_in_another_process(right, wrong, w
 
 @pytest.mark.parametrize("lesson", BY_LETTERS)
 def test_a_check_that_a_lesson_quotes_exists(lesson):
-    (page,) = SOLUTION.parent.glob(f"{int(lesson):02}-*.md")
+    (page,) = SOLUTIONS["exercises"].parent.glob(f"{int(lesson):02}-*.md")
     for quote in re.findall(r'The check should fail at "([^"]+)"', " ".join(page.read_text().split())):
         assert any(quote in sentence for sentence, _ in CHECKS[lesson])

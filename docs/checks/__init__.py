@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from nanoengine.nano import SamplingParams
+
 Check = Callable[[Any], None]
 CHECKS: dict[str, list[tuple[str, Check]]] = {}
+STOP = ord("!")  # the token that ends a sequence
 SHORT = reprlib.Repr()  # a wrong answer may have hundreds of tokens
 SHORT.maxlist = SHORT.maxtuple = SHORT.maxset = SHORT.maxdict = 20
 SHORT.maxstring = SHORT.maxother = 200
@@ -42,104 +45,145 @@ def text_of(seq: Any) -> str:
     return "".join(map(chr, seq.token_ids))
 
 
+def make_sequence(nano: Any, text: str, max_tokens: int = 60) -> Any:
+    """Return a sequence that has the letters of its prompt as tokens, and ends at STOP."""
+    params = SamplingParams(max_tokens=max_tokens)
+    return nano.Sequence(letters(text), params, len(text), stop_ids=frozenset([STOP]))
+
+
+def make_scheduler(
+    nano: Any, num_blocks: int, max_num_seqs: int = 8, budget: int = 64, block_size: int = 4
+) -> Any:
+    """Return a scheduler with a pool of that many blocks."""
+    return nano.Scheduler(nano.BlockManager(num_blocks, block_size), max_num_seqs, budget, 1 << 30)
+
+
+def add(nano: Any, scheduler: Any, *requests: tuple[str, int]) -> list[Any]:
+    """Queue a sequence for each (prompt, max_tokens), and return the sequences."""
+    seqs = [make_sequence(nano, text, max_tokens) for text, max_tokens in requests]
+    for seq in seqs:
+        scheduler.add(seq)
+    return seqs
+
+
 def compute(blocks: Any, seq: Any) -> None:
     """Count all of a sequence's tokens as computed, and register its full blocks."""
     seq.num_computed_tokens = len(seq.token_ids)
     blocks.register_full_blocks(seq)
 
 
-def admit(mini: Any, blocks: Any, text: str) -> Any:
+def admit(nano: Any, blocks: Any, text: str) -> Any:
     """Return a sequence that was admitted and computed."""
-    seq = mini.Sequence(letters(text))
+    seq = make_sequence(nano, text)
     assert blocks.allocate(seq), f"{text!r} was refused, and {blocks.num_free_blocks} blocks are free."
     compute(blocks, seq)
     return seq
 
 
+def state_of(seq: Any) -> dict[str, Any]:
+    """Return what a block manager may write of a sequence."""
+    names = "token_ids block_table num_computed_tokens num_hit_tokens num_registered_blocks prefix_id"
+    return {name: list(x) if isinstance(x := getattr(seq, name), list) else x for name in names.split()}
+
+
 def release(blocks: Any, seq: Any) -> None:
     """Do what `free` does, for the lessons before it."""
-    for block in reversed(seq.block_table):
-        blocks.ref_counts[block] -= 1
-        if blocks.ref_counts[block] == 0 and block in blocks.key_of:
-            blocks.evictable_blocks[block] = None
-        elif blocks.ref_counts[block] == 0:
-            blocks.empty_blocks.append(block)
-    seq.block_table, seq.num_computed_tokens, seq.num_hit_tokens = [], 0, 0
+    for block_id in reversed(seq.block_table):
+        block = blocks.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0 and block.key is None:
+            blocks.empty_blocks.appendleft(block)
+        elif block.ref_count == 0:
+            blocks.evictable_blocks[block_id] = block
+    seq.block_table = []
+    seq.num_computed_tokens = seq.num_hit_tokens = seq.num_registered_blocks = seq.prefix_id = 0
+
+
+def hits_of(nano: Any, blocks: Any, text: str) -> list[int]:
+    """Return the ids of the blocks that a prompt hits."""
+    return [block.block_id for block in blocks.find_prefix(make_sequence(nano, text))]
 
 
 def expect_books_to_agree(blocks: Any, seqs: list[Any]) -> None:
     """Check what must hold for a block manager after every call."""
-    users = Counter(block for seq in seqs for block in seq.block_table)
-    for block in range(blocks.num_blocks):
-        expect(
-            f"ref_counts[{block}], and how many block tables contain it",
-            blocks.ref_counts[block],
-            users[block],
-        )
-    free = sorted([*blocks.empty_blocks, *blocks.evictable_blocks])
-    expect("The free blocks, each once", free, [i for i in range(blocks.num_blocks) if not users[i]])
-    evictable = sorted(block for block in free if block in blocks.key_of)
-    expect("The evictable blocks (free and registered)", sorted(blocks.evictable_blocks), evictable)
-    names = {key: block for block, key in blocks.key_of.items()}
-    assert names == blocks.block_of, (
-        "block_of and key_of disagree: each key has one block, and each block one key."
+    users = Counter(block_id for seq in seqs for block_id in seq.block_table)
+    assert 0 not in users, "A block table contains the null block."
+    for block in blocks.blocks:
+        what = f"ref_count of block {block.block_id}, and how many block tables contain it"
+        expect(what, block.ref_count, users[block.block_id])
+    empty = [block.block_id for block in blocks.empty_blocks]
+    unused = [block.block_id for block in blocks.blocks[1:] if not users[block.block_id]]
+    expect("The free blocks, each once", sorted([*empty, *blocks.evictable_blocks]), unused)
+    registered = {block.block_id for block in blocks.blocks if block.key is not None}
+    expect(
+        "The evictable blocks (free and registered)", set(blocks.evictable_blocks), registered & set(unused)
     )
+    named = {block.block_id for block in blocks.registered_blocks.values()}
+    expect("The blocks in registered_blocks, and those with a key", named, registered)
+    for key, block in blocks.registered_blocks.items():
+        expect("The hash under which a block is registered, and the hash in its key", key, block.key[0])
 
 
 def run(scheduler: Any, sample: Callable[[Any], int] = lambda seq: ord("x")) -> list[tuple[str, int, int]]:
     """Run one step without a model, and return (first letter, start, end) of each chunk."""
     chunks = scheduler.schedule()
-    scheduler.update(chunks, [[sample(chunk.seq)] if chunk.samples else [] for chunk in chunks])
+    scheduler.update(chunks, [sample(chunk.seq) for chunk in chunks if chunk.samples])
     return [(chr(chunk.seq.token_ids[0]), chunk.start, chunk.end) for chunk in chunks]
 
 
-def next_token(mini: Any, tokens: list[int]) -> int:
+def next_token(tokens: list[int]) -> int:
     """Play the model: return a letter or STOP, always the same one after the same tokens."""
-    number = zlib.crc32(bytes(token % 256 for token in tokens)) % 9
-    return int(mini.STOP) if number == 0 else ord("ab"[number % 2])
+    number = zlib.crc32(bytes(tokens)) % 9
+    return STOP if number == 0 else ord("ab"[number % 2])
 
 
-def serve(mini: Any, seed: int, num_blocks: int, block_size: int, budget: int, num_drafts: int = 0) -> Any:
+def serve(nano: Any, seed: int, num_blocks: int, block_size: int, budget: int, num_drafts: int = 0) -> Any:
     """Serve random requests with a model of letters, and check every slot that a step reads.
 
-    Returns the scheduler.
+    Returns the scheduler. With drafts, it is the exercises' DraftingScheduler.
     """
     rng, memory = random.Random(seed), dict[int, list[int]]()
-    blocks = mini.BlockManager(num_blocks, block_size)
-    scheduler = mini.Scheduler(blocks, 3, budget, num_drafts)
+    blocks = nano.BlockManager(num_blocks, block_size)
+    if num_drafts:
+        scheduler = nano.DraftingScheduler(blocks, 3, budget, num_drafts)
+    else:
+        scheduler = nano.Scheduler(blocks, 3, budget, 1 << 30)
     prompts = [
         "abab" * rng.randint(0, 2) + "".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(12)
     ]
-    seqs = [mini.Sequence(letters(prompt), rng.randint(1, 8)) for prompt in prompts]
-    for seq in seqs:
-        scheduler.add(seq)
+    seqs = add(nano, scheduler, *((prompt, rng.randint(1, 8)) for prompt in prompts))
     for _ in range(400):
         if all(seq.is_finished for seq in seqs):
             break
         chunks = scheduler.schedule()
-        tokens = [chunk.seq.token_ids[: chunk.end] + chunk.drafts for chunk in chunks]
+        tokens = [chunk.seq.token_ids[: chunk.end] + (chunk.drafts if num_drafts else []) for chunk in chunks]
         computed = sum(len(known) - chunk.start for known, chunk in zip(tokens, chunks, strict=True))
         assert computed <= budget, f"A step computes {computed} tokens with a budget of {budget}."
         assert len(scheduler.running) <= 3, f"{len(scheduler.running)} sequences run with max_num_seqs 3."
+
+        def slot(chunk: Any, position: int) -> int:
+            table: list[int] = chunk.seq.block_table
+            return table[position // block_size] * block_size + position % block_size
+
         for chunk, known in zip(chunks, tokens, strict=True):
             for i in range(max(chunk.start, chunk.seq.num_hit_tokens), len(known)):
-                memory[blocks.slot(chunk.seq, i)] = known[: i + 1]
+                memory[slot(chunk, i)] = known[: i + 1]
         for chunk, known in zip(chunks, tokens, strict=True):
             for i in range(len(known)):
-                assert memory.get(blocks.slot(chunk.seq, i)) == known[: i + 1], (
+                assert memory.get(slot(chunk, i)) == known[: i + 1], (
                     f"The slot of position {i} holds K and V of other tokens, or of none."
                 )
         expect_books_to_agree(blocks, scheduler.running)
         sampled = [
-            [next_token(mini, known[:i]) for i in range(chunk.end, len(known) + 1)] if chunk.samples else []
+            [next_token(known[:i]) for i in range(chunk.end, len(known) + 1)] if chunk.samples else []
             for chunk, known in zip(chunks, tokens, strict=True)
         ]
-        scheduler.update(chunks, sampled)
+        scheduler.update(chunks, sampled if num_drafts else [token for each in sampled for token in each])
         expect_books_to_agree(blocks, scheduler.running)
     for prompt, seq in zip(prompts, seqs, strict=True):
         assert seq.is_finished, "A sequence is not finished after 400 steps."
         expected = letters(prompt)
-        while len(expected) < len(prompt) + seq.max_tokens and expected[-1] != mini.STOP:
-            expected.append(next_token(mini, expected))
+        while len(expected) < seq.max_num_tokens and expected[-1] != STOP:
+            expected.append(next_token(expected))
         expect(f"The tokens after {prompt!r}", seq.token_ids, expected)
     return scheduler

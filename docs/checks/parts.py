@@ -1,11 +1,13 @@
-"""Checks the parts around the scheduler: attention, sampling, windows, verification, quantization."""
+"""Checks the parts around the scheduler: attention, graphs, sampling, windows, verification, quantization."""
 
+import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from docs.checks import expect, says
+from docs.checks import expect, make_sequence, says
 
 
 def random_tensor(*shape: int, seed: int = 0) -> Tensor:
@@ -79,26 +81,144 @@ def attends_through_the_table(mini: Any) -> None:
         expect_close(f"Attention to {seq_len} tokens with {heads} query heads", got, dense(q, k, v))
 
 
+def decodes_of(nano: Any, *prompts: str) -> Any:
+    """Return the inputs of a batch of decodes, whose sequences have blocks of 4: 1 and 2, 3 and 4, ..."""
+    chunks = []
+    for i, text in enumerate(prompts):
+        seq = make_sequence(nano, text)
+        seq.block_table = [2 * i + 1, 2 * i + 2][: -(-len(text) // 4)]
+        chunks.append(nano.Chunk(seq, len(text) - 1, len(text), True))
+    return nano.build_inputs(chunks, 4)
+
+
+def padding_of(nano: Any, num_seqs: int, table_width: int = 3) -> Any:
+    """Return the inputs of decodes in the null block."""
+    seq = make_sequence(nano, "0")
+    seq.block_table = [0] * table_width
+    return nano.build_inputs([nano.Chunk(seq, 0, 1, True)] * num_seqs, 4)
+
+
+@says("10")
+def pads_to_the_graph(nano: Any) -> None:
+    """Three decodes in the graph for four: the first rows are theirs, and the fourth decodes in block 0."""
+    padded = nano.pad_decodes(decodes_of(nano, "abc", "efghi", "j"), padding_of(nano, 4))
+    for name, expected in {
+        "input_ids": [99, 105, 106, 48],
+        "positions": [2, 4, 0, 0],
+        "slot_mapping": [6, 16, 20, 0],
+        "cu_seqlens_q": [0, 1, 2, 3, 4],
+        "seq_lens": [3, 5, 1, 1],
+        "block_tables": [[1, 0, 0], [3, 4, 0], [5, 0, 0], [0, 0, 0]],
+        "query_lens": [1, 1, 1, 1],
+    }.items():
+        got = getattr(padded, name)
+        expect(name, got if name == "query_lens" else got.tolist(), expected)
+
+
+@says("10")
+def pads_nothing_that_fits(nano: Any) -> None:
+    """A batch that is as large as the graph has no padding, except that its block tables are as wide."""
+    inputs = decodes_of(nano, "abc", "efghi")
+    padded = nano.pad_decodes(inputs, padding_of(nano, 2))
+    for name in "input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens":
+        expect(name, getattr(padded, name).tolist(), getattr(inputs, name).tolist())
+    expect("block_tables", padded.block_tables.tolist(), [[1, 0, 0], [3, 4, 0]])
+
+
+@says("10")
+def leaves_the_padding_alone(nano: Any) -> None:
+    """The padding is used again in the next step, so it must not change, and neither must the batch."""
+    padding, inputs = padding_of(nano, 4), decodes_of(nano, "abc")
+    before = [x.tolist() for x in (*padding[:7], *inputs[:7])]
+    padded = nano.pad_decodes(inputs, padding)
+    expect("Padding and batch afterwards", [x.tolist() for x in (*padding[:7], *inputs[:7])], before)
+    expect("The dtypes", {str(x.dtype) for x in padded[:7]}, {"int32"})
+
+
+class Recorder:
+    """Stands in for a model and its graphs of 1, 2, 4 and 8 rows, and records what runs."""
+
+    def __init__(self, nano: Any) -> None:
+        self.ran: list[Any] = []
+        self.runner = nano.ModelRunner.__new__(nano.ModelRunner)
+        self.runner.model, self.runner.device, self.runner.caches = self.compute, torch.device("cpu"), []
+        self.runner.block_size, self.runner.graphs = 4, {}
+        for size in 8, 4, 2, 1:
+            padding = padding_of(nano, size)
+            tensors = nano.send(padding, torch.device("cpu"))._replace(query_lens=[1] * size)
+            tensors = tensors._replace(**{n: getattr(tensors, n).clone() for n in tensors._fields[:7]})
+            replay = functools.partial(self.replay, size, tensors)
+            self.runner.graphs[size] = padding, tensors, torch.full((size, 1), size), replay
+
+    def compute(self, inputs: Any, caches: Any) -> Any:
+        """Play the model."""
+        self.ran.append(("eager", inputs.input_ids.tolist()))
+        return torch.zeros(len(inputs.input_ids), 1)
+
+    def replay(self, size: int, tensors: Any) -> None:
+        """Play a graph, which reads its inputs where they were when it was captured."""
+        self.ran.append((size, tensors.input_ids.tolist()))
+
+
+@says("10")
+def replays_the_smallest_graph(nano: Any) -> None:
+    """Decodes run in the smallest graph with enough rows: three in the graph for four, four there too."""
+    for num_seqs, size in (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8):
+        record = Recorder(nano)
+        hidden = record.runner.compute(decodes_of(nano, *["ab"] * num_seqs))
+        expect(f"What runs for {num_seqs} decodes", [what for what, _ in record.ran], [size])
+        expect("The hidden states", hidden[:num_seqs].flatten().tolist(), [size] * num_seqs)
+
+
+@says("10")
+def copies_before_it_replays(nano: Any) -> None:
+    """The inputs are copied to the tensors that the graph reads, and then the graph is replayed."""
+    record = Recorder(nano)
+    record.runner.compute(decodes_of(nano, "abc", "efghi", "j"))
+    expect("The tokens that the graph reads", record.ran, [(4, [99, 105, 106, 48])])
+    _, tensors, _, _ = record.runner.graphs[4]
+    expect("Its slots", tensors.slot_mapping.tolist(), [6, 16, 20, 0])
+    record.runner.compute(decodes_of(nano, "abcd", "x", "yz"))
+    expect("The tokens of the next step", record.ran[1:], [(4, [100, 120, 122, 48])])
+    expect("Its block tables", tensors.block_tables.tolist(), [[1, 0, 0], [3, 0, 0], [5, 0, 0], [0, 0, 0]])
+
+
+@says("10")
+def runs_all_else_without_a_graph(nano: Any) -> None:
+    """A step with a longer chunk, or with more decodes than the largest graph has rows, has no graph."""
+    record = Recorder(nano)
+    seq = make_sequence(nano, "abc")
+    seq.block_table = [1]
+    decode = nano.Chunk(seq, 2, 3, True)
+    record.runner.compute(nano.build_inputs([decode, nano.Chunk(seq, 1, 3, True)], 4))
+    expect("A decode and a longer chunk", record.ran, [("eager", [99, 98, 99])])
+    record.runner.compute(decodes_of(nano, *["a"] * 9))
+    expect("Nine decodes", record.ran[1:], [("eager", [97] * 9)])
+    record.runner.graphs = {}
+    record.runner.compute(decodes_of(nano, "ab"))
+    expect("A decode where nothing was captured", record.ran[2:], [("eager", [98])])
+
+
 @says("11")
-def numbers_are_a_function(mini: Any) -> None:
+def numbers_are_a_function(nano: Any) -> None:
     """The number depends on seed and position only: a call between two equal calls changes nothing."""
-    first = mini.random_number(7, 8)
+    first = nano.uniform(7, 8)
     for other in (1, 2), (7, 9):
-        mini.random_number(*other)
-    expect("random_number(7, 8), the second time", mini.random_number(7, 8), first)
+        nano.uniform(*other)
+    expect("uniform(7, 8), the second time", nano.uniform(7, 8), first)
 
 
 @says("11")
-def numbers_differ(mini: Any) -> None:
+def numbers_differ(nano: Any) -> None:
     """Another seed or another position gives another number, even if the two are swapped."""
-    numbers = {mini.random_number(seed, position) for seed in range(30) for position in range(30)}
+    numbers = {nano.uniform(seed, position) for seed in range(30) for position in range(30)}
     assert len(numbers) > 890, f"900 pairs of seed and position give only {len(numbers)} different numbers."
 
 
 @says("11")
-def numbers_are_uniform(mini: Any) -> None:
+def numbers_are_uniform(nano: Any) -> None:
     """The numbers are in [0, 1), spread evenly, and those of neighbouring positions are unrelated."""
-    rows = torch.tensor([[mini.random_number(seed, i) for i in range(200)] for seed in range(20)])
+    rows = torch.tensor([[nano.uniform(seed, i) for i in range(200)] for seed in range(20)])
     assert float(rows.min()) >= 0, "A number is below 0."
     assert float(rows.max()) < 1, "A number is 1 or more."
     counts = torch.histc(rows, 10, 0, 1)
@@ -109,69 +229,78 @@ def numbers_are_uniform(mini: Any) -> None:
         assert abs(related) < 0.1, f"The numbers of neighbouring {what} have a correlation of {related:.2f}."
 
 
-def expect_kept(mini: Any, shares: list[float], settings: dict[str, Any], expected: list[float]) -> None:
-    """Compare what `keep_probable` returns."""
-    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
-    before = torch.tensor(shares, dtype=torch.float64)
-    got = mini.keep_probable(before, **given)
-    rounded = [round(share, 3) for share in got.tolist()]
-    expect(f"{shares} with {settings}", rounded, expected)
-    expect("The given probabilities, afterwards", before.tolist(), shares)
+SHARES = [0.1, 0.5, 0.15, 0.25]
+
+
+def expect_kept(nano: Any, shares: list[float], *rows: tuple[int, float, list[float]]) -> None:
+    """Compare what `keep_probable` returns for rows of (top_k, top_p, the expected probabilities)."""
+    before = torch.tensor([shares] * len(rows), dtype=torch.float64)
+    top_k, top_p = (torch.tensor([[row[i]] for row in rows], dtype=torch.float64) for i in (0, 1))
+    got = nano.keep_probable(before, top_k, top_p)
+    for row, (k, p, expected) in zip(got.tolist(), rows, strict=True):
+        expect(f"{shares} with top_k {k} and top_p {p}", [round(share, 3) for share in row], expected)
+    expect("The given probabilities, afterwards", before.tolist(), [shares] * len(rows))
 
 
 @says("11")
-def keeps_the_top_k(mini: Any) -> None:
+def keeps_the_top_k(nano: Any) -> None:
     """top_k keeps the k most probable tokens, wherever they are, and 0 keeps all. The rest sums to 1."""
-    shares = [0.1, 0.5, 0.15, 0.25]
-    expect_kept(mini, shares, {"top_k": 2}, [0, 0.667, 0, 0.333])
-    expect_kept(mini, shares, {"top_k": 1}, [0, 1, 0, 0])
-    expect_kept(mini, shares, {"top_k": 0}, shares)
-    expect_kept(mini, shares, {"top_k": 9}, shares)
+    expect_kept(
+        nano,
+        SHARES,
+        (2, 1.0, [0, 0.667, 0, 0.333]),
+        (1, 1.0, [0, 1, 0, 0]),
+        (0, 1.0, SHARES),
+        (9, 1.0, SHARES),
+    )
 
 
 @says("11")
-def keeps_until_top_p(mini: Any) -> None:
+def keeps_until_top_p(nano: Any) -> None:
     """top_p keeps tokens until their sum reaches p: the token that reaches it is kept too."""
-    shares = [0.1, 0.5, 0.15, 0.25]
-    expect_kept(mini, shares, {"top_p": 0.6}, [0, 0.667, 0, 0.333])
-    expect_kept(mini, shares, {"top_p": 0.75}, [0, 0.667, 0, 0.333])
-    expect_kept(mini, shares, {"top_p": 0.1}, [0, 1, 0, 0])
-    expect_kept(mini, shares, {"top_p": 1.0}, shares)
+    two = [0, 0.667, 0, 0.333]
+    expect_kept(nano, SHARES, (0, 0.6, two), (0, 0.75, two), (0, 0.1, [0, 1, 0, 0]), (0, 1.0, SHARES))
 
 
 @says("11")
-def keeps_what_min_p_allows(mini: Any) -> None:
-    """min_p is relative to the most probable token: 0.5 drops tokens less than half as probable."""
-    shares = [0.1, 0.5, 0.15, 0.25]
-    expect_kept(mini, shares, {"min_p": 0.5}, [0, 0.667, 0, 0.333])
-    expect_kept(mini, shares, {"min_p": 0.25}, [0, 0.556, 0.167, 0.278])
+def keeps_in_order(nano: Any) -> None:
+    """top_k is first, then top_p, which sees probabilities that sum to 1 again."""
+    expect_kept(nano, [0.4, 0.3, 0.2, 0.1], (2, 0.5, [1, 0, 0, 0]), (3, 0.75, [0.571, 0.429, 0, 0]))
+
+
+def expect_samples(
+    nano: Any, probabilities: list[float], *rows: tuple[float, int, float, float, int]
+) -> None:
+    """Compare what `sample` returns for rows of (temperature, top_k, top_p, u, the expected token).
+
+    Each row is sampled alone, and all of them together.
+    """
+    logits = torch.tensor([probabilities] * len(rows), dtype=torch.float64).log()
+    settings = np.array([row[:4] for row in rows]).T
+    together = nano.sample(logits, *settings).tolist()
+    for i, row in enumerate(rows):
+        alone = nano.sample(logits[i : i + 1], *settings[:, i : i + 1]).tolist()
+        what = "temperature {}, top_k {}, top_p {} and u = {}".format(*row[:4])
+        expect(f"The token with {what}", alone, [row[4]])
+        expect(f"The token with {what}, among others", together[i], row[4])
 
 
 @says("11")
-def keeps_in_order(mini: Any) -> None:
-    """min_p is first, then top_k, then top_p, which sees probabilities that sum to 1 again."""
-    expect_kept(mini, [0.4, 0.3, 0.2, 0.1], {"top_k": 2, "top_p": 0.5}, [1, 0, 0, 0])
-    expect_kept(mini, [0.4, 0.3, 0.2, 0.1], {"min_p": 0.5, "top_p": 0.7}, [0.571, 0.429, 0, 0])
-
-
-@says("11")
-def samples_by_intervals(mini: Any) -> None:
+def samples_by_intervals(nano: Any) -> None:
     """The sampled token is the one whose interval contains u. Temperature 0 takes the best one."""
-    logits = torch.tensor([0.1, 0.5, 0.15, 0.25], dtype=torch.float64).log()
-    for u, token in (0.0, 0), (0.05, 0), (0.3, 1), (0.62, 2), (0.76, 3), (1 - 1e-12, 3):
-        expect(f"The token for u = {u}", mini.sample(logits, 1.0, u), token)
-    expect("The token at temperature 0", mini.sample(logits, 0, 0.99), 1)
-    expect("The token for u = 0.0 with top_k 2", mini.sample(logits, 1.0, 0.0, top_k=2), 1)
-    expect("The token for u nearly 1 with top_k 1", mini.sample(logits, 1.0, 1 - 1e-12, top_k=1), 1)
+    intervals = [(0.0, 0), (0.05, 0), (0.3, 1), (0.62, 2), (0.76, 3), (1 - 1e-12, 3), (1 - 2**-53, 3)]
+    rows = [(1.0, 0, 1.0, u, token) for u, token in intervals]
+    best = [(0.0, 0, 1.0, 0.99, 1), (0.0, 2, 0.5, 0.0, 1)]
+    expect_samples(nano, SHARES, *rows, *best, (1.0, 2, 1.0, 0.0, 1), (1.0, 1, 1.0, 1 - 1e-12, 1))
+    expect_samples(nano, SHARES, *best)
 
 
 @says("11")
-def samples_with_temperature(mini: Any) -> None:
+def samples_with_temperature(nano: Any) -> None:
     """The temperature divides the logits: a low one favours probable tokens. It comes before top_p."""
-    logits = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
-    for temperature, u, token in (0.5, 0.32, 1), (1.0, 0.32, 0), (2.0, 0.44, 0), (2.0, 0.46, 1):
-        expect(f"The token for u = {u} at {temperature}", mini.sample(logits, temperature, u), token)
-    expect("The token at 0.5 with top_p 0.65", mini.sample(logits, 0.5, 0.0, top_p=0.65), 1)
+    rows = [(0.5, 0.32, 1), (1.0, 0.32, 0), (2.0, 0.44, 0), (2.0, 0.46, 1), (1e-38, 0.0, 1)]
+    expect_samples(nano, [0.4, 0.6], *((t, 0, 1.0, u, token) for t, u, token in rows))
+    expect_samples(nano, [0.4, 0.6], (0.5, 0, 0.65, 0.0, 1), (1.0, 0, 0.65, 0.0, 0))
 
 
 @says("12")
