@@ -21,6 +21,7 @@ from tests.helpers import DEMO, TINY, checkpoint, greedy, random_prompts
 from tests.laws import check_laws
 
 SOURCE = Path(nano.__file__)
+ROOT = SOURCE.parent.parent
 PROMPTS = random_prompts([1, 3, 4, 5, 8, 9, 17, 30])
 PROMPTS += [PROMPTS[-1], PROMPTS[-1][:16], [*PROMPTS[-1][:8], 5]]  # equal, a prefix, and another end
 SETTINGS = {
@@ -480,7 +481,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_published_bug_is_caught(bug, qwen3, monkeypatch):
-    assert f"\n## {bug.partition('.')[0]}." in (SOURCE.parent.parent / "docs" / "bugs.md").read_text()
+    assert f"\n## {bug.partition('.')[0]}." in (ROOT / "docs" / "bugs.md").read_text()
     module = patched(*BUGS[bug])
     if bug.startswith("19"):
         llm, params = module.LLM(qwen3, num_kvcache_blocks=20), module.SamplingParams(seed=1)
@@ -771,3 +772,11 @@ def test_a_copy_of_the_file_without_the_bundled_model_asks_for_one(tmp_path, mon
     monkeypatch.setattr(sys, "argv", ["copied.py", "Who are you?", "--model", str(DEMO)])
     runpy.run_path(str(copy), run_name="__main__")
     assert "I am a tiny model" in capsys.readouterr().out
+
+
+def test_the_guide_shows_a_step_as_the_file_does():
+    shown = re.search(
+        r"^```\n(chunks =.*?)^```$", (ROOT / "docs" / "guide" / "how-it-works.md").read_text(), re.M | re.S
+    )
+    assert shown
+    assert all(f"    {line}" in SOURCE.read_text() for line in shown[1].splitlines())
