@@ -84,10 +84,9 @@ def show(manager: BlockManager) -> None:
     for block in manager.blocks[1:]:
         users = f"in use by {block.ref_count}" if block.ref_count else "free"
         print(f"{block.block_id} {content(block)} {users}")
-    free = [*manager.empty_blocks, *manager.evictable_blocks.values()]
-    print("allocated next:", *(block.block_id for block in free))
+    print("allocated next:", *manager.free_blocks)
 
 
 def content(block: Block) -> str:
     """Return the block's registered content as letters, or dots if the prefix cache cannot find it."""
-    return "...." if block.key is None else "".join(map(chr, array("i", block.key.content)))
+    return "...." if block.prefix is None else "".join(map(chr, array("i", block.prefix.key.content)))

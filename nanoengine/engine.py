@@ -25,13 +25,14 @@ Glossary:
     block_table     a sequence's blocks: the i-th holds its tokens [i * block_size, (i + 1) * block_size)
     slot            one token's place in the cache. With block_size 4 and block_table [7, 2], the token at
                     position 5 is at offset 1 of block_table[1], which is block 2: slot 2 * 4 + 1 = 9
-    computed        a token whose K and V are in the cache, or will be once the scheduled steps have run
+    computed        a token that is a hit, or that a scheduled step computes. It counts from the time of the
+                    scheduling, because its K and V will be in the cache before a later step reads them
     registered      a full block that the prefix cache can find
     hit             a registered block that a sequence reuses when it is admitted. It was computed for another
                     sequence, or for this one before a preemption. Its tokens are called hits too
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     in flight       a step that was launched and not yet collected
-    pending         a token that a scheduled step will sample: its position is known, its value is not
+    pending         a token that a scheduled step samples: its position is known, its value is not yet
     preempt         free a running sequence's blocks; the sequence keeps its tokens and is recomputed later
     device          the CPU or GPU that runs the model: backends/device.py
 
@@ -56,7 +57,7 @@ from xxhash import xxh3_64_intdigest
 
 from nanoengine.backends.device import Attention, Device, Download, Forward
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, send_inputs
+from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, map_slots, pad_tables, send_inputs
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.sampling.logprobs import Logprobs, Reports, report_prompts
 from nanoengine.sampling.sampler import MAX_ROWS, CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
@@ -83,8 +84,8 @@ class Sequence:
     If the prompt had only 8 tokens, all of them hits, it would be admitted with num_computed_tokens 7: the
     last token is computed again, because its logits are needed to sample the next token.
 
-    `num_tokens` includes the pending tokens of a running sequence. With async scheduling, the next step is
-    scheduled before its input token is known, and takes that token from the device, not from the host:
+    With async scheduling, the next step is scheduled before its input token is known, and takes that token
+    from the device, not from the host. `num_tokens` includes such pending tokens:
 
                           chunk     known tokens  num_computed_tokens  num_tokens  pending positions
         step 1 scheduled  [8, 10)   10            10                   11          10
@@ -110,6 +111,7 @@ class Sequence:
     max_num_tokens: int = field(init=False, default=0)  # limit on prompt plus output
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_time: float | None = field(init=False, default=None)  # seconds of time.monotonic()
+    num_tokens_at_failure: int = field(init=False, default=0)  # known tokens when a step last failed with it
     finish_reason: str | None = field(init=False, default=None)  # None: waiting or running
     stop_reason: int | str | None = field(init=False, default=None)
 
@@ -119,7 +121,7 @@ class Sequence:
     num_computed_tokens: int = field(init=False, default=0)
     num_hit_tokens: int = field(init=False, default=0)  # never write their K and V: hit blocks may be shared
     num_registered_blocks: int = field(init=False, default=0)  # counted from the start of block_table
-    prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
+    prefix: "Prefix | None" = field(init=False, default=None)  # of the last registered block; None: no block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # one per full block hashed so far
     # num_computed_tokens at the first admission: reported to the user as cached tokens.
     num_cached_tokens: int | None = field(init=False, default=None)
@@ -131,13 +133,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, including pending tokens.
+        """The number of known tokens, plus one for each scheduled step that samples for it: the pending ones.
 
-        Once all known tokens are computed, the last pending token is at position num_computed_tokens.
-        After a preemption, num_computed_tokens is 0, so a token that is still pending is not counted.
+        Such a step computes the last token, known or pending, and samples the one after the computed tokens.
+        A preemption sets num_computed_tokens to 0, so a token that is pending counts again once it is known.
         """
-        num_known, num_computed = len(self.token_ids), self.num_computed_tokens
-        return num_known if num_known > num_computed else num_computed + 1
+        return max(len(self.token_ids), self.num_computed_tokens + 1)
 
     @property
     def num_output_tokens(self) -> int:
@@ -167,46 +168,58 @@ def tell_nobody(event: str, *details: object) -> None:
 
 
 class BlockKey(NamedTuple):
-    """Identifies the content of a full block in the prefix cache."""
+    """Identifies a full block's tokens and, up to collisions of the hash, the tokens before them."""
 
     hash: int  # chained: the hash of this block's tokens, seeded with the previous block's hash
     content: bytes  # the tokens themselves, int32
+    group: int = 0  # which layers' K and V the block holds: extensions/windows.py
+
+    def __hash__(self) -> int:
+        """Return the chained hash, so that dicts look blocks up by it."""
+        return self.hash
+
+
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
+class Prefix:
+    """Stands for all tokens from the start of a sequence to the end of a registered block.
+
+    Blocks that were computed separately for the same prefix share one Prefix object. They are twins:
+
+        block    tokens     after block    prefix    its parent
+        1        a b c d    -              p         None
+        2        e f g h    1              q         p
+        3        a b c d    -              p         None          a twin of 1
+        4        e f g h    3              q         p             a twin of 2: their parents are twins
+        5        e f g h    -              r         None          not a twin of 2: nothing comes before it
+    """
+
+    key: BlockKey
+    parent: "Prefix | None"  # the prefix that ends one block earlier
+    blocks: "dict[int, Block]" = field(default_factory=dict)  # the twins, by block_id
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Describes one physical block. A freed block keeps its key, so it can be hit until it is evicted.
-
-    A prefix_id identifies all tokens from the start of a sequence to the end of a block. Twins are blocks
-    that hold the same tokens after the same prefix, each computed separately. They share one prefix_id:
-
-        block    tokens     after block    parent_id    prefix_id
-        1        a b c d    -              0            1
-        2        e f g h    1              1            2
-        3        a b c d    -              0            1            twin of 1
-        4        e f g h    3              1            2            twin of 2: their parents are twins
-        5        e f g h    -              0            3            not a twin of 2: nothing comes before it
-    """
+    """Describes one physical block. A freed block keeps its prefix, so it can be hit until it is evicted."""
 
     block_id: int
     ref_count: int = 0  # number of block tables that contain it
-    key: BlockKey | None = None  # None: not registered
-    prefix_id: int = 0
-    parent_id: int = 0  # prefix_id of the previous block, 0 at the start of a sequence
+    prefix: Prefix | None = None  # None: not registered
 
 
 class BlockManager:
     """Allocates cache blocks, lets sequences share prefixes, and evicts the least recently used blocks.
 
     Block 0 is the null block. It is never allocated: padding refers to it, and it receives unwanted K and V.
-    Every other block is either in use (ref_count is the number of block tables that contain it) or free. Free
-    blocks wait in two queues. Those without registered content are reused first, as a stack: the most
-    recently freed block may still be in the CPU's cache. Those with registered content follow, least
-    recently used first. A hit removes its block from the middle of that queue in O(1).
+    Every other block is either in use (ref_count is the number of block tables that contain it) or free.
 
-    A hit is verified by content and parent, so a hash collision cannot cause a wrong hit.
-    Once a block's parent and all of the parent's twins are evicted, the block is never found again.
+    Free blocks wait in one queue, in the order of their reuse. Blocks that are not registered come first, the
+    last freed one in front because it may still be in the CPU's cache. Registered blocks follow, the least
+    recently used first. The queue is an ordered dict, from whose middle a hit removes its block in O(1).
 
+    A lookup follows the prefixes from block to block. A dict finds each by its key and its parent: by the
+    chained hash first, in O(1), and then it compares both, so a collision cannot cause a wrong hit. Once a
+    block and its twins are evicted, their prefix is gone, and the blocks after it are never found again.
     This class combines vLLM's BlockPool and KVCacheManager. Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
 
@@ -218,6 +231,7 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         hash_function: Callable[[bytes, int], int] = xxh3_64_intdigest,
     ) -> None:
+        # assembly.py derives it from num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.num_blocks = num_blocks  # usable blocks: the null block is not counted
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -230,20 +244,28 @@ class BlockManager:
     def clear(self) -> None:
         """Mark every block as free and empty, and keep the statistics."""
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks + 1)]
-        self.empty_blocks = deque(self.blocks[1:])  # free, without registered content
-        self.evictable_blocks: OrderedDict[int, Block] = OrderedDict()  # free, and registered
-        # hash -> the blocks with that hash, by id: twins, and blocks whose hashes collide.
-        self.registered_blocks: dict[int, dict[int, Block]] = {}
-        self.next_prefix_id = 1
+        self.free_blocks = OrderedDict((block.block_id, block) for block in self.blocks[1:])
+        self.prefixes: dict[tuple[BlockKey, Prefix | None], Prefix] = {}  # by key and parent
         self.tell("cleared")
+
+    @property
+    def num_free_blocks(self) -> int:
+        """The number of blocks that no sequence holds."""
+        return len(self.free_blocks)
+
+    @property
+    def max_computable_tokens(self) -> int:
+        """The number of tokens of one sequence that fit in the cache if no other sequence is running."""
+        return self.num_blocks * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks needed for num_tokens tokens."""
+        return -(-num_tokens // self.block_size)
 
     # -- admission
 
     def allocate(self, seq: Sequence) -> bool:
-        """Give a sequence blocks for all of its tokens: first its prefix cache hits, then free blocks.
-
-        Returns False and takes no block if there are too few free blocks.
-        """
+        """Allocate blocks for all tokens, hits first. Returns False and takes none if too few are free."""
         hits = self.find_prefix(seq)
         if not self._hold(seq, hits, self.num_blocks_for(seq.num_tokens) - len(hits)):
             return False
@@ -259,26 +281,63 @@ class BlockManager:
             return []
         self._hash_full_blocks(seq)
         hits: list[Block] = []
-        parent_id = 0
+        prefix: Prefix | None = None
         for key in seq.block_keys:
-            block = self._find(key, parent_id)
-            if block is None:
+            prefix = self.prefixes.get((key, prefix))
+            if prefix is None:
                 break
-            hits.append(block)
-            parent_id = block.prefix_id
+            hits.append(next(iter(prefix.blocks.values())))  # any of the twins
         return hits
 
-    # -- growth
+    def _hold(self, seq: Sequence, hits: list[Block], num_new: int) -> bool:
+        """Add a reference to each hit, or return False if fewer than num_new free blocks would remain."""
+        num_revived = sum(block.ref_count == 0 for block in hits)  # free now, in use afterwards
+        if num_new + num_revived > self.num_free_blocks:
+            self.tell("refused", seq, num_new + num_revived)
+            return False
+        for block in hits:
+            if block.ref_count == 0:
+                del self.free_blocks[block.block_id]
+            block.ref_count += 1
+        return True
+
+    def _note_hits(self, seq: Sequence, hits: list[Block]) -> None:
+        """Record in the sequence which of its tokens the hits cover."""
+        seq.num_registered_blocks = len(hits)
+        seq.prefix = hits[-1].prefix if hits else None
+        seq.num_hit_tokens = len(hits) * self.block_size
+        # Compute at least one token, even if all are hits: sampling needs its logits.
+        seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.num_query_tokens += seq.num_tokens
+            self.num_query_hits += seq.num_computed_tokens
+
+    # -- growth and registration
 
     def may_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow the block table until it has room for num_tokens tokens.
-
-        Returns False and takes no block if there are too few free blocks.
-        """
+        """Grow the block table for num_tokens tokens. Returns False and takes none if too few are free."""
         if self.num_blocks_for(num_tokens) - len(seq.block_table) > self.num_free_blocks:
             return False
         self._grow(seq, num_tokens)
         return True
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> None:
+        """Add blocks until there is room for num_tokens tokens. The caller checks that enough are free."""
+        num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
+        seq.block_table += [self._take_free_block() for _ in range(num_new)]
+        seq.capacity = len(seq.block_table) * self.block_size
+
+    def _take_free_block(self) -> int:
+        """Take the first free block. If it is registered, evict its content. Returns its id."""
+        block_id, block = self.free_blocks.popitem(last=False)
+        if block.prefix is not None:
+            del block.prefix.blocks[block_id]
+            if not block.prefix.blocks:
+                del self.prefixes[block.prefix.key, block.prefix.parent]
+            block.prefix = None
+        block.ref_count = 1
+        return block_id
 
     def register_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Register each block that the first num_tokens tokens fill. Those tokens must be known.
@@ -292,16 +351,26 @@ class BlockManager:
         self._hash_full_blocks(seq)
         first = seq.num_registered_blocks
         for i in range(first, num_tokens // self.block_size):
-            parent_id = seq.prefix_id
-            twin = self._find(seq.block_keys[i], parent_id)
-            if twin is None:
-                seq.prefix_id = self.next_prefix_id
-                self.next_prefix_id += 1
-            else:
-                seq.prefix_id = twin.prefix_id
-            self._register(seq, i, parent_id)
+            seq.prefix = self._register(seq, i)
             seq.num_registered_blocks = i + 1
         self.tell("registered", seq, first)
+
+    def _register(self, seq: Sequence, i: int) -> Prefix:
+        """Register a sequence's i-th block after seq.prefix. Returns the prefix that ends with the block."""
+        return self._add_block(seq.block_table[i], seq.block_keys[i], seq.prefix)
+
+    def _add_block(self, block_id: int, key: BlockKey, parent: Prefix | None) -> Prefix:
+        """Register a block for the prefix with this key and parent. Returns the prefix."""
+        block, prefix = self.blocks[block_id], self.prefixes.setdefault((key, parent), Prefix(key, parent))
+        block.prefix, prefix.blocks[block_id] = prefix, block
+        return prefix
+
+    def _hash_full_blocks(self, seq: Sequence) -> None:
+        """Extend seq.block_keys to cover all full blocks. Each block of a sequence is hashed only once."""
+        for i in range(len(seq.block_keys), len(seq.token_ids) // self.block_size):
+            content = array("i", seq.token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
+            parent_hash = seq.block_keys[-1].hash if i else 0
+            seq.block_keys.append(BlockKey(self.hash_function(content, parent_hash), content))
 
     # -- release
 
@@ -315,11 +384,19 @@ class BlockManager:
             self._release(block_id)
         self.forget(seq)
 
+    def _release(self, block_id: int) -> None:
+        """Drop one reference to a block. If none is left, queue the block as free."""
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.free_blocks[block_id] = block
+            if block.prefix is None:
+                self.free_blocks.move_to_end(block_id, last=False)
+
     def forget(self, seq: Sequence) -> None:
         """Reset a sequence's block fields without releasing any block."""
-        seq.block_table = []
-        seq.capacity = seq.num_computed_tokens = 0
-        seq.num_hit_tokens = seq.num_registered_blocks = seq.prefix_id = 0
+        seq.block_table, seq.prefix = [], None
+        seq.capacity = seq.num_computed_tokens = seq.num_hit_tokens = seq.num_registered_blocks = 0
 
     def reset_prefix_cache(self) -> bool:
         """Forget all registered content. Returns False and does nothing while any block is in use."""
@@ -328,122 +405,24 @@ class BlockManager:
         self.clear()
         return True
 
-    # -- helpers
-
-    @property
-    def num_free_blocks(self) -> int:
-        """The number of blocks that no sequence holds."""
-        return len(self.empty_blocks) + len(self.evictable_blocks)
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks needed for num_tokens tokens."""
-        return -(-num_tokens // self.block_size)
-
-    @property
-    def max_computable_tokens(self) -> int:
-        """The number of tokens of one sequence that fit in the cache if no other sequence is running."""
-        return self.num_blocks * self.block_size
-
-    def _hold(self, seq: Sequence, hits: list[Block], num_new: int) -> bool:
-        """Add a reference to each hit, or return False if fewer than num_new free blocks would remain."""
-        num_revived = sum(block.ref_count == 0 for block in hits)  # free now, in use afterwards
-        if num_new + num_revived > self.num_free_blocks:
-            self.tell("refused", seq, num_new + num_revived)
-            return False
-        for block in hits:
-            if block.ref_count == 0:
-                del self.evictable_blocks[block.block_id]
-            block.ref_count += 1
-        return True
-
-    def _grow(self, seq: Sequence, num_tokens: int) -> None:
-        """Add blocks until there is room for num_tokens tokens. The caller checks that enough are free."""
-        num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
-        seq.block_table += [self._take_free_block() for _ in range(num_new)]
-        seq.capacity = len(seq.block_table) * self.block_size
-
-    def _note_hits(self, seq: Sequence, hits: list[Block]) -> None:
-        """Record in the sequence which of its tokens the hits cover."""
-        seq.num_registered_blocks = len(hits)
-        seq.prefix_id = hits[-1].prefix_id if hits else 0
-        seq.num_hit_tokens = len(hits) * self.block_size
-        # Compute at least one token, even if all are hits: sampling needs its logits.
-        seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = seq.num_computed_tokens
-            self.num_query_tokens += seq.num_tokens
-            self.num_query_hits += seq.num_computed_tokens
-
-    def _release(self, block_id: int) -> None:
-        """Drop one reference to a block. If none is left, queue the block as free."""
-        block = self.blocks[block_id]
-        block.ref_count -= 1
-        if block.ref_count == 0:
-            if block.key is None:
-                self.empty_blocks.appendleft(block)
-            else:
-                self.evictable_blocks[block_id] = block
-
-    def _find(self, key: BlockKey, parent_id: int) -> Block | None:
-        """Return a registered block with exactly this content after exactly this prefix."""
-        for block in self.registered_blocks.get(key.hash, {}).values():
-            if block.parent_id == parent_id and block.key == key:
-                return block
-        return None
-
-    def _register(self, seq: Sequence, i: int, parent_id: int) -> None:
-        """Register a sequence's i-th block. seq.prefix_id must already be that block's prefix_id."""
-        block, key = self.blocks[seq.block_table[i]], seq.block_keys[i]
-        block.key, block.parent_id, block.prefix_id = key, parent_id, seq.prefix_id
-        self.registered_blocks.setdefault(key.hash, {})[block.block_id] = block
-
-    def _hash_full_blocks(self, seq: Sequence) -> None:
-        """Extend seq.block_keys to cover all full blocks. Each block of a sequence is hashed only once."""
-        first, last = len(seq.block_keys), len(seq.token_ids) // self.block_size
-        if first == last:
-            return
-        data = array("i", seq.token_ids[first * self.block_size : last * self.block_size]).tobytes()
-        block_bytes = 4 * self.block_size  # int32
-        parent_hash = seq.block_keys[-1].hash if first else 0
-        for start in range(0, len(data), block_bytes):
-            content = data[start : start + block_bytes]
-            parent_hash = self.hash_function(content, parent_hash)
-            seq.block_keys.append(BlockKey(parent_hash, content))
-
-    def _take_free_block(self) -> int:
-        """Take an empty block, or else evict the least recently used registered block. Return its id."""
-        if self.empty_blocks:
-            block = self.empty_blocks.popleft()
-        else:
-            block_id, block = self.evictable_blocks.popitem(last=False)
-            assert block.key is not None
-            same_hash = self.registered_blocks[block.key.hash]
-            del same_hash[block_id]
-            if not same_hash:
-                del self.registered_blocks[block.key.hash]
-            block.key = None
-        block.ref_count = 1
-        return block.block_id
-
 
 # ---- Scheduler: which tokens to compute next -----------------------------------------------------
 
 
 class Chunk(NamedTuple):
-    """The tokens [start, end) of a sequence, which one step computes."""
+    """The tokens [start, end) of a sequence, to compute in a step. A guessed token is a chunk of its own."""
 
     seq: Sequence
     start: int
     end: int
-    # Whether a token is sampled: true if the chunk computes all tokens that were left, or is a draft.
-    samples: bool
-    # The list to take [start, end) from: the sequence's own token_ids, without pending tokens. For a draft, a
-    # guessed token (extensions/speculate.py), it is a copy of that list with the draft tokens appended.
+    samples: bool  # whether a token is sampled after the last one; False: known tokens are left to compute
+    # The list to take [start, end) from: the sequence's own, which only grows and lacks pending tokens, or a
+    # longer copy that ends with tokens guessed by extensions/speculate.py.
     token_ids: list[int]
 
 
 class ScheduledBatch(NamedTuple):
-    """Lists the chunks that one step computes. It never changes, though its sequences do."""
+    """Lists a step's chunks. Launch it before the scheduler's next call, which may change block tables."""
 
     chunks: list[Chunk]
     sampled_seqs: list[Sequence]  # the sequences of the chunks that sample, in order
@@ -462,9 +441,9 @@ class Scheduler:
 
     Both queues are sorted by `Sequence.order`. Only the head of the waiting queue may be admitted; the others
     wait behind it. When a running sequence needs a block and none is free, the last running sequence is
-    preempted (recomputation preemption). A waiting sequence never preempts a running one, regardless of
-    priority. Sequences of equal priority run first come, first served (FCFS). Another policy overrides
-    `next_waiting` and `victim`: see docs/guide/scheduling.md.
+    preempted (recomputation preemption). A waiting sequence never preempts a running one. With equal
+    priorities, this is first come, first served. Another policy overrides `next_waiting` and `victim`:
+    docs/guide/scheduling.md.
     """
 
     def __init__(
@@ -485,8 +464,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # these sequences hold no blocks
         self.running: list[Sequence] = []  # these hold at least one block each
         self.num_preemptions = 0
-        # The sequences running at the last failure, for `recover`: seq_id -> number of known tokens.
-        self.length_at_failure: dict[int, int] = {}
+        self.admitting: Sequence | None = None  # the last one, while `schedule` admits: see `recover`
         self.is_ready: Callable[[Sequence], bool] | None = None  # None: all sequences are
         self.observe(tell_nobody)
 
@@ -525,9 +503,7 @@ class Scheduler:
             if num_tokens < seq.max_num_tokens and (self.is_ready is None or self.is_ready(seq)):
                 if num_tokens > seq.capacity and not self._make_room(i):
                     continue  # the next sequence is at this index now
-                chunk = self._schedule_chunk(seq, num_tokens, budget)
-                chunks.append(chunk)
-                budget -= chunk.end - chunk.start
+                budget -= self._schedule_chunk(seq, num_tokens, budget, chunks)
             i += 1
 
         # Admit nothing after a preemption: blocks are scarce, and a preempted sequence may have a pending
@@ -535,20 +511,17 @@ class Scheduler:
         may_admit = num_preemptions == self.num_preemptions
         waiting = self.waiting if self.is_ready is None else [*filter(self.is_ready, self.waiting)]
         while may_admit and waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.next_waiting(waiting)
+            self.admitting = seq = self.next_waiting(waiting)
             if not self.block_manager.allocate(seq):
                 break
-            bisect.insort(self.running, seq, key=BY_ORDER)
-            # Insert, then delete: if a signal handler raises in between, `recover` still finds the sequence.
             remove(self.waiting, seq)
             if waiting is not self.waiting:
                 remove(waiting, seq)
+            bisect.insort(self.running, seq, key=BY_ORDER)
             self.tell("admitted", seq)
-            if seq.first_scheduled_time is None:
-                seq.first_scheduled_time = time.monotonic()
-            chunk = self._schedule_chunk(seq, seq.num_tokens, budget)
-            chunks.append(chunk)
-            budget -= chunk.end - chunk.start
+            seq.first_scheduled_time = seq.first_scheduled_time or time.monotonic()
+            budget -= self._schedule_chunk(seq, seq.num_tokens, budget, chunks)
+        self.admitting = None
         budget -= self.add_drafts(chunks, budget)
         sampled_seqs = [chunk.seq for chunk in chunks if chunk.samples]
         batch = ScheduledBatch(chunks, sampled_seqs, self.max_num_batched_tokens - budget)
@@ -568,10 +541,7 @@ class Scheduler:
         return running[-1]
 
     def _make_room(self, i: int) -> bool:
-        """Grow the block table of the i-th running sequence, preempting others while too few blocks are free.
-
-        Returns False if this sequence itself was preempted.
-        """
+        """Grow the i-th running sequence's block table, by preemption if needed. False: it was preempted."""
         seq = self.running[i]
         while not self.block_manager.may_append(seq, seq.num_tokens):
             candidates = self.running[i:]
@@ -586,30 +556,27 @@ class Scheduler:
     def _preempt(self, seq: Sequence, for_seq: Sequence) -> None:
         """Move a running sequence back to the waiting queue. It keeps its tokens, not its blocks."""
         self.block_manager.free(seq)
-        bisect.insort(self.waiting, seq, key=BY_ORDER)
         remove(self.running, seq)
+        bisect.insort(self.waiting, seq, key=BY_ORDER)
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.tell("freed", seq, for_seq)
 
-    def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int) -> Chunk:
-        """Schedule uncomputed tokens, up to max_chunk_tokens and the budget, which must be above 0."""
-        start, limit = seq.num_computed_tokens, self.max_chunk_tokens
-        end = num_tokens if num_tokens - start == 1 else min(num_tokens, start + budget, start + limit)
-        seq.num_computed_tokens = end
+    def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int, chunks: list[Chunk]) -> int:
+        """Add a chunk of uncomputed tokens, as many as the budget and the limit allow. Returns how many."""
+        start = seq.num_computed_tokens
+        seq.num_computed_tokens = end = min(num_tokens, start + min(budget, self.max_chunk_tokens))
         # A block whose last token is pending cannot be hashed yet. It is registered one step later.
-        num_known_tokens = end if end < len(seq.token_ids) else len(seq.token_ids)
+        num_known_tokens = min(end, len(seq.token_ids))
         if num_known_tokens // self.block_manager.block_size > seq.num_registered_blocks:
             self.block_manager.register_full_blocks(seq, num_known_tokens)
-        return Chunk(seq, start, end, end == num_tokens, seq.token_ids)
+        chunks.append(Chunk(seq, start, end, end == num_tokens, seq.token_ids))
+        return end - start
 
     # -- after the forward pass
 
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
-        """Append the tokens that a step sampled, one for each of `batch.sampled_seqs`.
-
-        Returns the sequences that received a token or failed without one. Skips those already finished.
-        """
+        """Append the tokens that a step sampled. Returns the sequences that got one or failed without one."""
         advanced = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
             if seq.finish_reason is None:
@@ -619,24 +586,19 @@ class Scheduler:
         return advanced
 
     def append_token(self, seq: Sequence, token_id: int | None) -> None:
-        """Append a token to a sequence, and finish the sequence if it is complete.
-
-        None means that no token could be sampled: the sequence finishes with "error".
-        """
+        """Append a token, or None if none could be sampled. Finish the sequence if it is complete."""
         self.tell("sampled", seq, token_id)
         if token_id is None:
             self.finish(seq, "error", why_undrawn(seq.processors))
             return
         seq.token_ids.append(token_id)
         is_stop_id = token_id in seq.stop_ids
-        stop_string = None
-        if seq.detokenizer is not None:
-            try:
-                stop_string = seq.detokenizer.append(token_id, is_stop_id)  # a stop token has no text
-            except Exception:  # only this sequence fails: the others still get their tokens
-                logging.getLogger(__name__).exception("the tokenizer failed on a sampled token")
-                self.finish(seq, "error", "the tokenizer failed on a sampled token")
-                return
+        try:  # a stop token has no text
+            stop_string = seq.detokenizer.append(token_id, is_stop_id) if seq.detokenizer else None
+        except BaseException:  # even a panic. Only this sequence fails: the others still get their tokens
+            logging.getLogger(__name__).exception("the tokenizer failed on a sampled token")
+            self.finish(seq, "error", "the tokenizer failed on a sampled token")
+            return
         if stop_string is not None:
             self.finish(seq, "stop", stop_string)
         elif is_stop_id:  # a stop token id of the request, or the model's end of sequence
@@ -652,24 +614,22 @@ class Scheduler:
         self.tell("freed", seq, None)
 
     def recover(self) -> None:
-        """After a failed step, clear the cache and put every unfinished sequence back into the waiting queue.
+        """After a failed step, clear the cache and put every running sequence back into the waiting queue.
 
-        Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was running in two
-        failed steps in a row and got no new token, or if it already has its last token but was not finished.
+        A sequence finishes with "error" if two steps fail with it and it gets no token in between. Signals do
+        not interrupt a step: only its calls to other code raise, and each finds every sequence in one queue.
         """
         self.tell("failed")
-        failed = self.running or self.waiting[:1]  # if none is running, admitting the queue's head failed
-        again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
-        self.length_at_failure = {seq.seq_id: len(seq.token_ids) for seq in failed}
-        unfinished = {seq.seq_id: seq for seq in self.running + self.waiting if not seq.is_finished}
-        self.running, self.waiting = [], sorted(unfinished.values(), key=BY_ORDER)
+        failed = [self.admitting] if self.admitting else self.running or [*self.waiting]
+        self.running, self.waiting = [], sorted(self.running + self.waiting, key=BY_ORDER)
+        self.admitting = None
         self.block_manager.clear()
-        for seq in unfinished.values():
+        for seq in self.waiting:
             self.block_manager.forget(seq)
-            has_stopped = seq.stop_ids.intersection(seq.token_ids[seq.num_prompt_tokens :])
-            if seq in again or has_stopped or len(seq.token_ids) >= seq.max_num_tokens:
-                num_steps = "two steps" if seq in again else "a step"
-                self.finish(seq, "error", f"{num_steps} failed while computing it")
+        for seq in failed:
+            if seq.num_tokens_at_failure == len(seq.token_ids):
+                self.finish(seq, "error", "two steps failed while computing it")
+            seq.num_tokens_at_failure = len(seq.token_ids)
 
 
 def remove(queue: list[Sequence], seq: Sequence) -> None:
@@ -687,17 +647,13 @@ def build_inputs(
 ) -> ModelInputs[np.ndarray]:
     """Lay out a batch as arrays, without side effects, tensors or a Python loop over tokens.
 
+    `before` is the step in flight, which samples the tokens that are pending in this batch.
     backends/step_inputs.py documents each array. Example with blocks of 4: a sequence with block table [7, 2]
     decodes token 31 at position 4, and one with block table [3] computes tokens 22, 23 at positions 2, 3.
 
         input_ids     31 22 23        cu_seqlens_q  0 1 3    sequence i has rows [cu[i], cu[i + 1])
         positions     4  2  3         seq_lens      5 4      the number of keys each sequence attends to
         slot_mapping  8  14 15        block_tables  [7, 2] [3, 0]
-
-    Args:
-        batch: the step to compute.
-        block_size: number of tokens per block.
-        before: the step in flight, which samples the tokens that are pending in this one.
     """
     input_ids: list[int] = []
     pending_rows: list[int] = []
@@ -716,16 +672,17 @@ def build_inputs(
     # Position of a row: its offset within its sequence's rows, plus the position where the chunk starts.
     seq_of_row = np.repeat(np.arange(len(seqs)), query_lens)
     positions = np.arange(batch.num_tokens) - cu_seqlens_q[seq_of_row] + first_positions[seq_of_row]
-    block_tables = pad_block_tables([seq.block_table for seq in seqs])
+    block_tables = pad_tables([seq.block_table for seq in seqs])
     slot_mapping = map_slots(block_tables, seq_of_row, positions, block_size)
     # If all of a sequence's tokens are hits, the last one is computed again only for its logits. Its K and V
-    # are already in a block that other sequences read, so the new ones are written at the same offset of the
-    # null block, block 0, where nothing reads them.
+    # are already in a block that other sequences read. So the new ones go to the null block, where nothing
+    # reads them: `slot % block_size` is the slot with the same offset in block 0.
     num_hit_tokens = np.fromiter([seq.num_hit_tokens for seq in seqs], np.int64)
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
 
     sample_rows = (cu_seqlens_q[1:] - 1)[np.fromiter(samples, bool)]
-    # Rows whose final hidden state is used. For all others, the last layer may stop after writing K and V.
+    # Rows whose final hidden state is used: those to sample, and those of prompts with log-probabilities. For
+    # all others, the last layer may stop after writing K and V.
     is_needed = np.fromiter([seq.prompt_logprobs is not None for seq in seqs], bool)[seq_of_row]
     is_needed[sample_rows] = True
     sample_index_of = dict(zip(before.sampled_seqs, itertools.count())) if before and pending_seqs else {}
@@ -749,31 +706,6 @@ def build_inputs(
         pending_rows=np.array(pending_rows, dtype=np.int64),
         pending_samples=np.array([sample_index_of[seq] for seq in pending_seqs], dtype=np.int64),
     )
-
-
-def pad_block_tables(block_tables: list[list[int]]) -> np.ndarray:
-    """Return block tables as one (S, longest table) int32 array, padded with the null block.
-
-    >>> pad_block_tables([[7, 2], [3]]).tolist()
-    [[7, 2], [3, 0]]
-    """
-    num_blocks = np.fromiter(map(len, block_tables), np.int64)
-    padded = np.zeros((len(block_tables), num_blocks.max()), dtype=np.int32)
-    is_block = np.arange(padded.shape[1]) < num_blocks[:, None]
-    padded[is_block] = np.fromiter(itertools.chain.from_iterable(block_tables), np.int32)
-    return padded
-
-
-def map_slots(
-    block_tables: np.ndarray, seq_of_row: np.ndarray, positions: np.ndarray, block_size: int
-) -> np.ndarray:
-    """Return each row's cache slot, (T,) int64. Row i's block table is block_tables[seq_of_row[i]].
-
-    >>> map_slots(np.array([[7, 2], [3, 0]]), np.array([0, 1, 1]), np.array([4, 2, 3]), block_size=4).tolist()
-    [8, 14, 15]
-    """
-    blocks = block_tables[seq_of_row, positions // block_size]
-    return blocks.astype(np.int64) * block_size + positions % block_size  # type: ignore[no-any-return]
 
 
 # ---- ModelRunner: from a scheduled batch to sampled tokens ---------------------------------------
@@ -810,10 +742,8 @@ class ModelRunner:
     Args:
         model: maps (input ids, positions, caches, a step's attention) to hidden states, (T, E). Its method
             compute_logits turns hidden states into logits. See models/decoder.py and models/hf.py.
-        device: the CPU or GPU that runs the model.
         attention: builds a step's attention from its metadata. See backends/paged_attention.py.
         sample: samples one token from each row of logits, as sampler.py's `sample_rows` does.
-        block_size: number of tokens per block.
         rows: caches the sampling settings of consecutive steps.
         before_forward: called just before each forward pass.
     """
@@ -836,10 +766,7 @@ class ModelRunner:
         self.set_caches([])
 
     def set_caches(self, caches: list[KVCache], capture: Callable[[], Forward] = Forward) -> None:
-        """Compute with these caches, one per layer, and with what `capture` makes for them.
-
-        assembly.py sizes them by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization, after trial steps.
-        """
+        """Compute with these caches, one per layer, and with what `capture` makes for them."""
         self.caches = caches
         self.forward = capture()
 
@@ -848,12 +775,12 @@ class ModelRunner:
         """Queue a batch on the device. If tokens are pending, `before` is the launch that samples them."""
         with self.device.running():
             self.stopwatch.start()
-            arrays = self.build_inputs(batch, before.batch if before is not None else None)
-            inputs = send_inputs(self.forward.pad(arrays), self.device.send)
-            if len(arrays.pending_rows):
-                assert before is not None
+            on_host = self.build_inputs(batch, before.batch if before is not None else None)
+            inputs = send_inputs(self.forward.pad(on_host), self.device.send)
+            if before is not None and len(on_host.pending_rows):
                 assert before.tokens is not None
-                # -1 (no token could be sampled) becomes 0. The sequence will fail, and its result is dropped.
+                # `sample` returns -1 if no token can be sampled. Such a sequence will fail once the token is
+                # collected. Until then, it computes token 0, a valid id, and the result is dropped.
                 sampled = before.tokens[inputs.pending_samples].clamp(min=0)
                 inputs.input_ids[inputs.pending_rows] = sampled
             self.stopwatch.lap("inputs")
@@ -866,10 +793,10 @@ class ModelRunner:
                 return Launch(batch, None, None, Reports([], prompt_reports))
             results = []
             parts = torch.split(hidden[inputs.sample_rows], MAX_ROWS)
-            for part, of_part in zip(parts, self.rows.of(batch, inputs), strict=True):
+            for part, (rows, settings) in zip(parts, self.rows.parts(batch, inputs), strict=True):
                 logits = compute_logits(part)
                 self.stopwatch.lap("forward")
-                results.append(self.sample(logits, *of_part, download))
+                results.append(self.sample(logits, rows, settings, download))
                 self.stopwatch.lap("sample")
             tokens = torch.cat([tokens for tokens, _ in results])
             reports = Reports([table for _, tables in results for table in tables], prompt_reports)

@@ -39,16 +39,21 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     tables = [table for seq in sequences for table in tables_of(manager, seq)]
     uses = Counter(block_id for table in tables for block_id in table if block_id)
     assert all(block.ref_count == uses[block.block_id] for block in manager.blocks)
-    free = [*manager.empty_blocks, *manager.evictable_blocks.values()]
+    free = [*manager.free_blocks.values()]
     unused = [block.block_id for block in manager.blocks[1:] if block.ref_count == 0]
     assert sorted(block.block_id for block in free) == unused, "a block is lost, or free twice"
-    assert all(block.key is None for block in manager.empty_blocks)
-    assert all(block.key is not None for block in manager.evictable_blocks.values())
-    findable = {b.block_id: b for blocks in manager.registered_blocks.values() for b in blocks.values()}
-    keyed = {b.block_id: b for b in manager.blocks if b.key is not None}
-    assert findable == keyed, "a block with a key is not in the map, or the reverse"
-    assert all(b.block_id in manager.registered_blocks[b.key.hash] for b in findable.values() if b.key)
-    assert all(manager.registered_blocks.values()), "a hash without blocks was left behind"
+    assert all(manager.blocks[block_id] is block for block_id, block in manager.free_blocks.items())
+    is_registered = [block.prefix is not None for block in free]
+    assert is_registered == sorted(is_registered), "a registered block would be reused before an empty one"
+    findable = {
+        block_id: block for prefix in manager.prefixes.values() for block_id, block in prefix.blocks.items()
+    }
+    registered = {block.block_id: block for block in manager.blocks if block.prefix is not None}
+    assert findable == registered, "a registered block cannot be found, or the reverse"
+    for (key, parent), prefix in manager.prefixes.items():
+        assert (prefix.key, prefix.parent) == (key, parent)
+        assert all(block.prefix is prefix for block in prefix.blocks.values())
+        assert prefix.blocks, "a prefix without blocks was left behind"
     for seq in sequences:
         shortest = min(map(len, tables_of(manager, seq)), default=0)
         assert seq.capacity == shortest * manager.block_size
@@ -70,7 +75,7 @@ def check_laws(scheduler: Scheduler) -> None:
         assert all(before < after for before, after in itertools.pairwise(orders))
     for seq in scheduler.waiting:
         assert (seq.block_table, seq.capacity, seq.num_computed_tokens, seq.num_hit_tokens) == ([], 0, 0, 0)
-        assert (seq.num_registered_blocks, seq.prefix_id) == (0, 0)
+        assert (seq.num_registered_blocks, seq.prefix) == (0, None)
     assert all(seq.block_table for seq in scheduler.running)
     assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than max_num_seqs"
     check_blocks(scheduler.block_manager, scheduler.running)

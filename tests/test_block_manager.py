@@ -149,7 +149,7 @@ def test_a_hit_among_the_free_blocks_costs_the_same_in_any_pool():
             admit(manager, seq)
             assert seq.num_hit_tokens == 4
             manager.free(seq)
-            assert len(manager.evictable_blocks) == num_blocks
+            assert len(manager.free_blocks) == num_blocks
         check_blocks(manager, [])
         with Lines() as admission:
             manager.allocate(seq)
@@ -161,10 +161,9 @@ def test_a_hit_among_the_free_blocks_costs_the_same_in_any_pool():
 def state(manager):
     """Return everything that an operation may change."""
     return (
-        [block.block_id for block in manager.empty_blocks],
-        list(manager.evictable_blocks),
-        {key: list(blocks) for key, blocks in manager.registered_blocks.items()},
-        [(block.ref_count, block.key, block.prefix_id, block.parent_id) for block in manager.blocks],
+        list(manager.free_blocks),
+        {key: list(prefix.blocks) for key, prefix in manager.prefixes.items()},
+        [(block.ref_count, block.prefix) for block in manager.blocks],
     )
 
 

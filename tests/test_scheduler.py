@@ -1,11 +1,11 @@
 """The scheduler, with integers computed by hand: no model, no tensor."""
 
 import tracemalloc
+from unittest.mock import Mock
 
 import pytest
 
-from nanoengine.engine import Sequence
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.engine import BlockManager, Scheduler
 from tests.helpers import failing_calls, is_busy, make_scheduler, make_sequence, run_step
 from tests.laws import check_laws
 
@@ -184,17 +184,41 @@ def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
     assert finished_order(scheduler) == [1, 2, 0]
 
 
-@pytest.mark.parametrize(("token", "length"), [(1, 9), (5, 2)])
-def test_a_sequence_ends_if_a_step_fails_between_its_last_token_and_its_end(token, length):
-    scheduler = make_scheduler(num_blocks=2)
-    stopping = Sequence(0, [9] * (length - 1), SamplingParams(max_tokens=None), stop_ids=frozenset({5}))
-    scheduler.add(stopping)
-    with failing_calls(scheduler, "finish", {0}), pytest.raises(RuntimeError):
-        run_step(scheduler, token)
-    scheduler.recover()
-    assert (len(stopping.token_ids), stopping.finish_reason) == (length, "error")
-    assert stopping.stop_reason == "a step failed while computing it"
-    assert not is_busy(scheduler)
+class Panic(BaseException):
+    """Stands for the panic of a tokenizer, which is no Exception."""
+
+
+def test_a_tokenizer_that_panics_ends_its_sequence_and_no_other():
+    scheduler = make_scheduler()
+    seqs = [make_sequence(i, [i] * 3, max_tokens=2) for i in range(2)]
+    seqs[0].detokenizer = Mock(append=Mock(side_effect=Panic))
+    for seq in seqs:
+        scheduler.add(seq)
+    run_step(scheduler)
+    assert [(seq.finish_reason, len(seq.token_ids)) for seq in seqs] == [("error", 4), (None, 4)]
+
+
+class LastFirst(Scheduler):
+    """Admits the last waiting sequence first."""
+
+    def next_waiting(self, waiting):
+        return waiting[-1]
+
+
+@pytest.mark.parametrize(("call", "ended"), [("allocate", [1]), ("next_waiting", [0, 1, 2])])
+def test_two_failures_end_the_sequence_that_was_being_admitted(call, ended):
+    scheduler = LastFirst(BlockManager(num_blocks=8, block_size=4))
+    seqs = [make_sequence(i, [i] * 3) for i in range(3)]
+    for seq in seqs:
+        scheduler.add(seq)
+    owner, number = (scheduler.block_manager, 1) if call == "allocate" else (scheduler, 0)
+    for _ in range(2):  # 2 is admitted, then 1 fails; or none can be chosen
+        assert not any(seq.is_finished for seq in seqs)
+        with failing_calls(owner, call, {number}), pytest.raises(RuntimeError):
+            scheduler.schedule()
+        scheduler.recover()
+        check_laws(scheduler)
+    assert [seq.seq_id for seq in seqs if seq.finish_reason == "error"] == ended
 
 
 def test_a_sequence_that_is_not_ready_is_left_out_and_delays_no_other():

@@ -33,7 +33,7 @@ from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
 from nanoengine.sampling.logprobs import Reports
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.timing import Stopwatch
-from tests.helpers import Lines, is_busy
+from tests.helpers import is_busy
 from tests.laws import chain, check_laws, tables_of
 
 EOS, UNDRAWN, POISON = 3, None, 9  # POISON: samples that must be discarded
@@ -61,7 +61,6 @@ class Size(NamedTuple):
     num_state_slots: int = 0
     draws: tuple[int | None, ...] = (0, 1, EOS)
     hash_function: Any = xxh3_64_intdigest
-    stride: int = 50  # steps fail at every stride-th line
 
 
 class Choices:
@@ -115,6 +114,8 @@ class World:
         self.windows = getattr(self.blocks, "windows", (None,))
         make_scheduler = self.schedulers.get(make_scheduler, make_scheduler)
         self.scheduler = make_scheduler(self.blocks, max_num_batched_tokens=size.budget, **settings)
+        self.calls_left = 0
+        self.scheduler.observe(self.call)
         self.core = self.make_core(self.scheduler, self, size.max_in_flight)
         self.num_added, self.num_launched, self.failures = 0, 0, dict[int, int]()
         self.forget_cache()
@@ -153,7 +154,7 @@ class World:
     def reset(self) -> None:
         unused = self.blocks.num_free_blocks == self.blocks.num_blocks
         assert self.blocks.reset_prefix_cache() == unused
-        assert not unused or not self.blocks.registered_blocks
+        assert not unused or not self.blocks.prefixes
 
     def step(self) -> None:
         must_launch, self.num_launched = not self.core.in_flight, 0
@@ -173,27 +174,37 @@ class World:
         while len(self.core.in_flight) > self.core.max_in_flight:
             self.check_collected(self.core.collect().advanced)
 
-    def fail(self, line: int) -> bool:
-        """Raise at a line of a step, and recover. Returns False if the step has fewer lines."""
+    def fail(self, call: int) -> bool:
+        """Raise in one of the calls that a step makes to other code, and recover.
 
-        def time_out() -> None:
-            raise TimeoutError
-
+        Signals are delayed until a step ends, so nothing else raises. Returns False if there are fewer calls.
+        """
+        self.calls_left = call
         try:
-            with Lines(at=line, strike=time_out):
-                self.step()
+            self.step()
             return False
         except TimeoutError:
             self.recover()
             return True
+        finally:
+            self.calls_left = 0
+
+    def call(self, *details: object) -> None:
+        """Count a call to other code, which `fail` may have chosen to raise. The observer is one of them."""
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise TimeoutError
 
     def recover(self) -> None:
         """Recover from a failed step."""
-        failed = self.scheduler.running or self.scheduler.waiting[:1]
+        self.calls_left = 0
+        admitting = self.scheduler.admitting
+        failed = [admitting] if admitting else self.scheduler.running or self.scheduler.waiting
         again = [seq for seq in failed if self.failures.get(seq.seq_id) == len(seq.token_ids)]
-        again += [seq for seq in self.seqs if self.is_complete(seq)]
-        self.failures = {seq.seq_id: len(seq.token_ids) for seq in failed}
-        others = {seq for seq in self.seqs if seq not in again and not seq.is_finished}
+        self.failures |= {seq.seq_id: len(seq.token_ids) for seq in failed}
+        assert not any(self.is_complete(seq) for seq in self.seqs), "a sequence goes on after its end"
+        assert len({*self.seqs}) == len(self.seqs), "a sequence is in two queues"
+        others = {*self.seqs} - {*again}
         self.core.recover()
         self.forget_cache()  # the model may have written anything
         assert all(seq.is_finished for seq in again), "a sequence fails forever"
@@ -204,6 +215,7 @@ class World:
     # -- the runner
 
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
+        self.call()
         assert num_tokens > 0
         assert seq.num_computed_tokens == len(seq.token_ids)
         lengths = range(self.size.num_drafts + 1)  # perhaps more than there is room for
@@ -223,6 +235,7 @@ class World:
 
     def write(self, batch: Any, inputs: Any, before: Any) -> None:
         """Write a step's K and V and states to the ledger. Check what its attention reads."""
+        self.call()
         owners = [chunk for chunk in batch.chunks for _ in range(chunk.start, chunk.end)]
         pending = [owners[row].seq for row in inputs.pending_rows]
         assert pending == [before.batch.sampled_seqs[i] for i in inputs.pending_samples] if pending else True
@@ -274,6 +287,7 @@ class World:
             self.put((STATE, target), STATE, chunk, start + end - first)
 
     def collect(self, launch: Launch) -> Sampled:
+        self.call()
         self.expected: dict[Sequence, tuple[list[int], str | None]] = {}
         return Sampled([self.draw(chunk) for chunk in launch.batch.chunks if chunk.samples], {})  # type: ignore
 
@@ -324,23 +338,27 @@ class World:
                 most = (self.windows[group] or self.size.max_len) - 1 + self.size.budget
                 num_held = sum(block_id != 0 for block_id in table)
                 assert num_held <= -(-most // self.block_size) + 1, "blocks outside the window are held"
-        prefixes: dict[int, tuple[int, ...]] = {0: ()}
+        prefixes: dict[Any, tuple[int, ...]] = {}
         for block in self.blocks.blocks:
-            if block.key is not None:
+            if block.prefix is not None:
                 last = block.block_id * self.block_size + self.block_size - 1
                 group, tokens = self.cache[last]
                 key = key_of(tokens, self.block_size, self.size.hash_function)
-                assert block.key == key._replace(hash=key.hash + group), "a hit would be wrong"
-                assert prefixes.setdefault(block.prefix_id, tokens) == tokens, "a prefix_id has two meanings"
+                assert block.prefix.key == key._replace(group=group), "a hit would be wrong"
+                assert prefixes.setdefault(block.prefix, tokens) == tokens, "a prefix has two meanings"
+                before, parent = tokens[: -self.block_size], block.prefix.parent
+                assert before == prefixes.setdefault(parent, before) if parent else not before, (
+                    "a wrong parent"
+                )
                 for i in range(1, self.block_size):
                     assert self.cache[last - i] == (group, tokens[:-i]), "a hit would be wrong"
         if isinstance(self.blocks, StatefulBlockManager):
             for seq, held in self.blocks.held.items():
                 state = contents(seq, seq.token_ids, seq.num_computed_tokens)
                 assert self.cache[STATE, held.source] == (STATE, state), "a state of other tokens"
-            for prefix_id, slot in self.blocks.kept_slots.items():
-                if prefix_id in prefixes:
-                    assert self.cache[STATE, slot] == (STATE, prefixes[prefix_id]), "a hit would be wrong"
+            for prefix, slot in self.blocks.kept_slots.items():
+                if prefix in prefixes:
+                    assert self.cache[STATE, slot] == (STATE, prefixes[prefix]), "a hit would be wrong"
 
     def check(self) -> None:
         check_laws(self.scheduler)
@@ -356,7 +374,7 @@ class World:
 
     def key(self) -> bytes:
         """Return a digest of everything that the future depends on, up to names."""
-        blocks, tokens, prefixes, slots = Names({0: 0}), Names(), Names({0: 0}), Names({ZERO_SLOT: 0})
+        blocks, tokens, prefixes, slots = Names({0: 0}), Names(), Names({None: 0}), Names({ZERO_SLOT: 0})
         seqs, manager = self.seqs, self.blocks
         by_arrival = sorted(seq.seq_id for seq in seqs)
         state: list[Any] = []
@@ -374,19 +392,18 @@ class World:
                 if held is not None:
                     kept = held.kept if held.kept in manager.kept_slots else None
                     state.append((slots[held.slot], slots[held.source], held.keep_at, prefixes[kept]))
-        state += [[blocks[block.block_id] for block in manager.empty_blocks]]
-        state += [[blocks[block_id] for block_id in manager.evictable_blocks]]
+        state += [[blocks[block_id] for block_id in manager.free_blocks]]
         for block_id in [*blocks]:
             block = manager.blocks[block_id]
-            if block.key is not None:
+            if block.prefix is not None:
                 group, content = self.cache[block_id * self.block_size + self.block_size - 1]
                 state += [blocks[block_id], group, [tokens[token] for token in content]]
-                state += [prefixes[block.parent_id], prefixes[block.prefix_id]]
-        state += [[prefixes[seq.prefix_id] for seq in seqs]]
-        twins = (same for same in manager.registered_blocks.values() if len(same) > 1)
+                state += [prefixes[block.prefix.parent], prefixes[block.prefix]]
+        state += [[prefixes[seq.prefix] for seq in seqs]]
+        twins = (prefix.blocks for prefix in manager.prefixes.values() if len(prefix.blocks) > 1)
         state += [sorted([blocks[block_id] for block_id in same] for same in twins)]
         if isinstance(manager, StatefulBlockManager):
-            state += [[(prefixes[prefix_id], slots[slot]) for prefix_id, slot in manager.kept_slots.items()]]
+            state += [[(prefixes[prefix], slots[slot]) for prefix, slot in manager.kept_slots.items()]]
             state += [[slots[slot] for slot in manager.free_slots]]
         for launch in self.core.in_flight:
             state += [[seqs.index(seq) if seq in seqs else -1 for seq in launch.batch.sampled_seqs]]
@@ -436,7 +453,6 @@ class Search:
 
     def __init__(self, size: Size) -> None:
         first = World(size)
-        self.stride = size.stride
         self.numbers = {first.key(): 0}  # canonical state -> its number, in the order of discovery
         self.reached: list[tuple[int, tuple]] = [(-1, ())]  # by number: from which state, by which operation
         self.after_step: dict[int, int] = {}  # the state after a step that samples no end
@@ -461,8 +477,8 @@ class Search:
                     self.after_step[number] = after
                 picks = world.choose.following()
         if not before.is_idle:
-            lines = itertools.count(1 + number % self.stride, self.stride)
-            while self.apply(number, saved, ("fail", (next(lines),)))[1] >= 0:
+            calls = itertools.count(1)
+            while self.apply(number, saved, ("fail", (next(calls),)))[1] >= 0:
                 pass
 
     def apply(
@@ -522,7 +538,7 @@ def collide(content: bytes, parent: int) -> int:
     return 7
 
 
-BRIEF: dict[str, Any] = {"draws": (0, EOS), "stride": 24}
+BRIEF: dict[str, Any] = {"draws": (0, EOS)}
 ONE: Any = ((0, 1, 0),)
 SMALL = {  # a second of processor time each
     "small, preemption": Size(budget=2, **BRIEF),
@@ -538,7 +554,7 @@ SMALL = {  # a second of processor time each
 }
 THREE: dict[str, Any] = {"num_blocks": 5, "num_seqs": 3, "prompts": ((0, 1),), "draws": (0, EOS)}
 LARGE = {
-    "each line": Size(stride=1),
+    "all": Size(),
     "priorities": Size(prompts=ONE, priorities=(0, -1), num_seqs=3),
     "three": Size(budget=2, **THREE),
     "three, async": Size(max_in_flight=1, **THREE),

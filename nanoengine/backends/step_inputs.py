@@ -3,6 +3,7 @@
 Shape letters: T tokens in the batch, S sequences, R rows to sample, B block_size.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -102,6 +103,31 @@ def send_inputs(
         decode_rows, decode_sources, decode_targets = sent_slots
         layout = StateLayout(decode_rows, decode_sources, decode_targets, states.parts)
     return ModelInputs(input_ids, positions, metadata, sample_rows, pending_rows, pending_samples, layout)
+
+
+def pad_tables(block_tables: list[list[int]]) -> np.ndarray:
+    """Return block tables as one (S, longest table) int32 array, padded with the null block.
+
+    >>> pad_tables([[7, 2], [3]]).tolist()
+    [[7, 2], [3, 0]]
+    """
+    num_blocks = np.fromiter(map(len, block_tables), np.int64)
+    padded = np.zeros((len(block_tables), num_blocks.max()), dtype=np.int32)
+    is_block = np.arange(padded.shape[1]) < num_blocks[:, None]
+    padded[is_block] = np.fromiter(itertools.chain.from_iterable(block_tables), np.int32)
+    return padded
+
+
+def map_slots(
+    block_tables: np.ndarray, seq_of_row: np.ndarray, positions: np.ndarray, block_size: int
+) -> np.ndarray:
+    """Return each row's cache slot, (T,) int64. Row i's block table is block_tables[seq_of_row[i]].
+
+    >>> map_slots(np.array([[7, 2], [3, 0]]), np.array([0, 1, 1]), np.array([4, 2, 3]), block_size=4).tolist()
+    [8, 14, 15]
+    """
+    blocks = block_tables[seq_of_row, positions // block_size]
+    return blocks.astype(np.int64) * block_size + positions % block_size  # type: ignore[no-any-return]
 
 
 class SamplingMetadata(NamedTuple):

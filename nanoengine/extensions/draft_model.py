@@ -28,7 +28,7 @@ import torch
 from nanoengine.backends.kv_cache import KVGroup, block_bytes
 from nanoengine.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Block, Chunk, ModelRunner, ScheduledBatch, Sequence
+from nanoengine.engine import Block, Chunk, ModelRunner, Prefix, ScheduledBatch, Sequence
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.structured.constraints import Constraint
 from nanoengine.started import Started
@@ -88,7 +88,7 @@ class DraftModel:
         self.block_bytes = block_bytes(started.kv_specs, started.kv_groups, started.runner.block_size)
         self.shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
         self.blocks: list[Block] = []  # the block manager's
-        self.computed_blocks: dict[int, int] = {}  # block_id -> prefix_id of its K and V
+        self.computed_blocks: dict[int, Prefix | None] = {}  # block_id -> the prefix of its K and V
 
     @classmethod
     def start(
@@ -134,8 +134,7 @@ class DraftModel:
 
     def follow(self, seq: Sequence, blocks: list[Block]) -> Shadow:
         """Return a sequence's shadow, up to date with its tokens and blocks."""
-        if blocks is not self.blocks:  # the block manager was cleared, and its prefix_ids start again at 1
-            self.blocks, self.computed_blocks = blocks, {}
+        self.blocks = blocks
         shadow = self.shadows.get(seq) or self.shadows.setdefault(seq, Shadow.of(seq))
         if shadow.drafts:
             shadow.compare(seq.token_ids)
@@ -143,7 +142,8 @@ class DraftModel:
             shadow.view.block_table, shadow.num_computed = seq.block_table, 0
         size = self.runner.block_size
         for block_id in seq.block_table[shadow.num_computed // size : seq.num_registered_blocks]:
-            if self.computed_blocks.get(block_id) != blocks[block_id].prefix_id:
+            prefix = blocks[block_id].prefix
+            if prefix is None or self.computed_blocks.get(block_id) is not prefix:
                 break
             shadow.num_computed = (shadow.num_computed // size + 1) * size
         # Compute at least one token: its logits choose the first draft.
@@ -169,7 +169,7 @@ class DraftModel:
             # Before they are computed: see `BlockManager.register_full_blocks`.
             first = min(start, shadow.num_known) // size
             for block_id in seq.block_table[first : min(end // size, seq.num_registered_blocks)]:
-                self.computed_blocks[block_id] = self.blocks[block_id].prefix_id
+                self.computed_blocks[block_id] = self.blocks[block_id].prefix
             shadow.num_computed, shadow.num_known, shadow.drafts = end, num_known, []
             shadow.view.token_ids = list(seq.token_ids)
             self.runner.rows.counts.forget(shadow.view)  # the last drafts may be wrong

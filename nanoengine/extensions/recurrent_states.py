@@ -8,8 +8,8 @@ continues in a new one. docs/14-states.md shows it step by step.
 
     slot 0      zeros: the state that every sequence starts from. Never written
     slot 1      discarded states, of trials or padding. Never read
-    others      held by a running sequence; or kept for the prefix_id of a block, and evicted least recently
-                used first; or free
+    others      held by a running sequence; or kept for the prefix of a block, and evicted least recently used
+                first; or free
 
 Sources: vLLM's prefix caching for Mamba ("align" mode), and SGLang's MambaRadixCache for branch points.
 """
@@ -29,7 +29,7 @@ from nanoengine.backends.step_inputs import (
     StateLayout,
     StatePart,
 )
-from nanoengine.engine import Block, Chunk, ScheduledBatch, Scheduler, Sequence
+from nanoengine.engine import Block, Chunk, Prefix, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
 
 
@@ -52,7 +52,7 @@ class Held:
     slot: int  # the sequence's own slot
     source: int  # slot of the state after its last scheduled token: its own, a kept one, or ZERO_SLOT
     keep_at: list[int]  # future positions, at block ends, at which to keep the state
-    kept: int | None = None  # prefix_id of the last state that was kept for the output
+    kept: Prefix | None = None  # of the last state that was kept for the output
 
 
 class StatefulBlockManager(WindowedBlockManager):
@@ -72,8 +72,8 @@ class StatefulBlockManager(WindowedBlockManager):
         super().clear()
         self.held: dict[Sequence, Held] = {}
         self.free_slots = deque(range(NUM_RESERVED_SLOTS, NUM_RESERVED_SLOTS + self.num_state_slots))
-        self.kept_slots: OrderedDict[int, int] = OrderedDict()  # prefix_id -> slot; least recently used first
-        self.in_use: set[int] = set()  # prefix_ids of kept states that this step reads or writes
+        self.kept_slots: OrderedDict[Prefix, int] = OrderedDict()  # least recently used first
+        self.in_use: set[Prefix] = set()  # of the kept states that this step reads or writes
         self._num_known_blocks = 0  # registered blocks found by the last lookup
 
     # -- admission and release
@@ -86,14 +86,15 @@ class StatefulBlockManager(WindowedBlockManager):
             return False
         num_hits = seq.num_hit_tokens // self.block_size
         source = ZERO_SLOT
-        if num_hits:
-            source = self.kept_slots[seq.prefix_id]
-            self.kept_slots.move_to_end(seq.prefix_id)
-            self.in_use.add(seq.prefix_id)
+        if seq.prefix is not None:
+            source = self.kept_slots[seq.prefix]
+            self.kept_slots.move_to_end(seq.prefix)
+            self.in_use.add(seq.prefix)
         slot = self._take_slot()
         if slot is None:  # the only slot left is the one that was hit
             slot = source
-            del self.kept_slots[seq.prefix_id]
+            assert seq.prefix is not None
+            del self.kept_slots[seq.prefix]
         # Keep two states. One is at the end of the blocks shared with another sequence, if no state was kept
         # there yet: a third sequence may branch off there too. The other is at the end of the last full
         # block: a later request may continue this prompt.
@@ -125,7 +126,7 @@ class StatefulBlockManager(WindowedBlockManager):
         for end in sorted({*held.keep_at, seq.num_prompt_tokens}):
             if not start < end < chunk.end:
                 continue
-            target = self._keep(self._prefix_id(seq, end)) if end in held.keep_at else None
+            target = self._keep(self._prefix(seq, end)) if end in held.keep_at else None
             # Output tokens that are recomputed are a separate part from the prompt: see models/recurrent.py.
             if target is None and end == seq.num_prompt_tokens:
                 target = held.slot
@@ -139,50 +140,52 @@ class StatefulBlockManager(WindowedBlockManager):
     def _leave(self, seq: Sequence, held: Held, position: int) -> None:
         """Keep the state before a position, the end of a block. The sequence continues in another slot."""
         assert seq.num_registered_blocks >= position // self.block_size
-        prefix_id = self._prefix_id(seq, position)
-        slot = self._keep(prefix_id)
+        prefix = self._prefix(seq, position)
+        slot = self._keep(prefix)
         if slot is None:
             return
-        self.kept_slots[prefix_id] = held.slot
+        self.kept_slots[prefix] = held.slot
         held.slot = slot
         if position > seq.num_prompt_tokens:  # of the output, keep only the last state
             if held.kept is not None and held.kept not in self.in_use and held.kept in self.kept_slots:
                 self.free_slots.append(self.kept_slots.pop(held.kept))
-            held.kept = prefix_id
+            held.kept = prefix
 
     # -- helpers
 
-    def _prefix_id(self, seq: Sequence, position: int) -> int:
-        return self.blocks[seq.block_table[position // self.block_size - 1]].prefix_id
+    def _prefix(self, seq: Sequence, position: int) -> Prefix:
+        prefix = self.blocks[seq.block_table[position // self.block_size - 1]].prefix
+        assert prefix is not None
+        return prefix
 
     def _longest_beginning(self, seq: Sequence, chain: list[Block], limit: int) -> int:
         """Return the longest prefix that ends where a state was kept and leaves one token to compute."""
         num_blocks = min(limit, (seq.num_tokens - 1) // self.block_size)
-        while num_blocks and chain[num_blocks - 1].prefix_id not in self.kept_slots:
+        while num_blocks and chain[num_blocks - 1].prefix not in self.kept_slots:
             num_blocks -= 1
         return num_blocks
 
-    def _keep(self, prefix_id: int) -> int | None:
+    def _keep(self, prefix: Prefix) -> int | None:
         """Return a slot to keep that prefix's state in.
 
         Returns None if the state is already kept, or if no slot can be taken.
         """
-        if prefix_id in self.kept_slots:
-            self.kept_slots.move_to_end(prefix_id)
+        if prefix in self.kept_slots:
+            self.kept_slots.move_to_end(prefix)
             return None
         slot = self._take_slot()
         if slot is not None:
-            self.kept_slots[prefix_id] = slot
-            self.in_use.add(prefix_id)
+            self.kept_slots[prefix] = slot
+            self.in_use.add(prefix)
         return slot
 
     def _take_slot(self) -> int | None:
         """Return a free slot, or else the least recently used kept slot that this step does not use."""
         if self.free_slots:
             return self.free_slots.popleft()
-        for prefix_id in self.kept_slots:
-            if prefix_id not in self.in_use:
-                return self.kept_slots.pop(prefix_id)
+        for prefix in self.kept_slots:
+            if prefix not in self.in_use:
+                return self.kept_slots.pop(prefix)
         return None
 
 

@@ -3,8 +3,8 @@
     LLM(..., trace="run.jsonl")    # JSON lines, or a callable that takes events
 
 A trace is a start, then a step for each call of `LLMEngine.step` in which something changed. Replaying
-its changes in order reproduces every queue, block table and reference count, and both lists of free blocks in
-the order of eviction. `version` increases when a field is removed or changes its meaning, not when one is
+its changes in order reproduces every queue, block table and reference count, and the free blocks in the order
+of eviction. `version` increases when a field is removed or changes its meaning, not when one is
 added.
 
 One call of `schedule` may free a block, evict it and give it to another sequence. The states before and after
@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from nanoengine.engine import Chunk, ScheduledBatch, Scheduler, Sequence, tell_nobody
+from nanoengine.engine import Chunk, Prefix, ScheduledBatch, Scheduler, Sequence, tell_nobody
 
 VERSION = 1
 
@@ -147,6 +148,8 @@ class Tracer:
         self._tables: dict[int, list[list[int]]] = {}  # block tables of running sequences, by seq_id
         self._touched: dict[int, None] = {}  # the seq_ids whose block tables changed, in order
         self._registered: set[int] = set()  # ids of registered blocks, in use or free
+        self._prefix_ids: WeakKeyDictionary[Prefix, int] = WeakKeyDictionary()
+        self._next_prefix_id = itertools.count(1)
         self._in_flight: list[tuple[ScheduledBatch, int]] = []  # batches, with the step that scheduled each
         self._tokens: Event | None = None  # the "tokens" change of the current call of `update`
         self._new_token_ids: set[int] = set()  # since the last step
@@ -293,11 +296,14 @@ class Tracer:
 
     def _on_registered(self, seq: Sequence, first: int) -> None:
         tables = [table[first : seq.num_registered_blocks] for table in self._tables_of(seq)]
-        # All blocks at one index share a prefix_id, except the null block, which has 0.
-        prefix_ids = [
-            max(self.blocks.blocks[block_id].prefix_id for block_id in block_ids)
-            for block_ids in zip(*tables, strict=True)
-        ]
+        prefix_ids: list[int] = []
+        prefix = seq.prefix
+        for _ in range(first, seq.num_registered_blocks):
+            assert prefix is not None
+            if prefix not in self._prefix_ids:
+                self._prefix_ids[prefix] = next(self._next_prefix_id)
+            prefix_ids.insert(0, self._prefix_ids[prefix])
+            prefix = prefix.parent
         if prefix_ids:
             self._registered.update(block_id for table in tables for block_id in table)
             self._note("register", seq=seq.seq_id, first=first, blocks=tables, prefix_ids=prefix_ids)

@@ -19,16 +19,14 @@ import numpy as np
 
 from nanoengine.backends.device import Attention
 from nanoengine.backends.paged_attention import GroupedAttention
-from nanoengine.backends.step_inputs import ModelInputs
+from nanoengine.backends.step_inputs import ModelInputs, map_slots, pad_tables
 from nanoengine.engine import (
     Block,
-    BlockKey,
     BlockManager,
     ModelRunner,
+    Prefix,
     ScheduledBatch,
     Sequence,
-    map_slots,
-    pad_block_tables,
 )
 
 MoreTables = dict[Sequence, list[list[int]]]  # block tables of the groups after the first
@@ -67,7 +65,7 @@ class WindowedBlockManager(BlockManager):
         **settings: Any,
     ) -> None:
         # With a window of 1, the next token would see no hit, so no hit would be held. But the last hit must
-        # be held: its prefix_id identifies the tokens so far (`_note_hits`).
+        # be held: its prefix identifies the tokens so far (`_note_hits`).
         self.windows = tuple(window and max(window, 2) for window in windows)
         self.max_chunk_tokens = max_chunk_tokens
         self.more_tables: MoreTables = {} if more_tables is None else more_tables
@@ -107,7 +105,7 @@ class WindowedBlockManager(BlockManager):
         needs the blocks that the next token sees. The null block stands for the others.
         """
         chain = self.find_prefix(seq)
-        parent_ids = [0, *(block.prefix_id for block in chain)]
+        parents = [None, *(block.prefix for block in chain)]
         num_blocks = self._longest_beginning(seq, chain, len(chain))  # the prefix to try next
         while True:
             next_position = min(num_blocks * self.block_size, seq.num_tokens - 1)
@@ -115,10 +113,11 @@ class WindowedBlockManager(BlockManager):
             for group, window in enumerate(self.windows):
                 blocks = [self.blocks[0]] * self._first_seen(window, next_position)
                 for i in range(len(blocks), num_blocks):
-                    block = self._find(self._key(seq.block_keys[i], group), parent_ids[i])
-                    if block is None:
+                    key = seq.block_keys[i]._replace(group=group)
+                    prefix = self.prefixes.get((key, parents[i]))
+                    if prefix is None:
                         break
-                    blocks.append(block)
+                    blocks.append(next(iter(prefix.blocks.values())))
                 hits.append(blocks)
             shortest = min(map(len, hits))
             if shortest == num_blocks:
@@ -223,17 +222,14 @@ class WindowedBlockManager(BlockManager):
         if num_released:
             self.tell("skipped", seq)
 
-    def _key(self, key: BlockKey, group: int) -> BlockKey:
-        """Return the key of a group for these tokens: each group stores different K and V for them."""
-        return key._replace(hash=key.hash + group)
-
-    def _register(self, seq: Sequence, i: int, parent_id: int) -> None:
+    def _register(self, seq: Sequence, i: int) -> Prefix:
         """See the base class. This skips the groups that have already freed the block."""
+        key, parent = seq.block_keys[i], seq.prefix
         for group, table in enumerate(self.tables_of(seq)):
             if table[i]:
-                block, key = self.blocks[table[i]], self._key(seq.block_keys[i], group)
-                block.key, block.parent_id, block.prefix_id = key, parent_id, seq.prefix_id
-                self.registered_blocks.setdefault(key.hash, {})[block.block_id] = block
+                self._add_block(table[i], key._replace(group=group), parent)
+        # If the first group has freed the block, no lookup finds it or the blocks after it.
+        return self.prefixes.get((key, parent)) or Prefix(key, parent)
 
 
 class WindowedRunner(ModelRunner):
@@ -264,7 +260,7 @@ class WindowedRunner(ModelRunner):
         tables = [seq.block_table for seq in seqs]  # the first group's tables, then the second's...
         for of_group in zip(*more, strict=True):
             tables += of_group
-        block_tables = pad_block_tables(tables).reshape(self.num_groups, len(seqs), -1)
+        block_tables = pad_tables(tables).reshape(self.num_groups, len(seqs), -1)
         seq_of_row = np.repeat(np.arange(len(seqs)), np.diff(meta.cu_seqlens_q))
         slots = np.stack([map_slots(table, seq_of_row, positions, size) for table in block_tables])
         slots[:, meta.slot_mapping < size] %= size  # discard in all groups what the base class discards

@@ -117,7 +117,9 @@ class CachedRows:
 
         return TokenCounts(self.max_num_seqs, self.max_model_len)
 
-    def of(self, batch: Any, inputs: ModelInputs[Tensor]) -> Iterator[tuple[list[SamplingRow], RowSettings]]:
+    def parts(
+        self, batch: Any, inputs: ModelInputs[Tensor]
+    ) -> Iterator[tuple[list[SamplingRow], RowSettings]]:
         """Yield rows and their settings, MAX_ROWS rows at a time. They are valid until the next call.
 
         `inputs` is the batch on the device, with pending tokens filled in.

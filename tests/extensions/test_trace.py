@@ -10,7 +10,7 @@ import pytest
 from hypothesis.stateful import invariant
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.engine import tell_nobody
+from nanoengine.engine import Prefix, tell_nobody
 from nanoengine.extensions import trace
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
@@ -119,8 +119,10 @@ class Replay:
                 assert bool(block) == self.is_seen(group, i, num_computed_tokens)
                 if block:
                     assert self.content[block] == tuple(known[: (i + 1) * size]), "a hit on other tokens"
-                    self.prefix_of[seq], _, of_group = self.prefixes[block]
+                    prefix_id, _, of_group = self.prefixes[block]
                     assert of_group == group
+                    if group == 0:  # blocks of other groups may be older than the prefix
+                        self.prefix_of[seq] = prefix_id
         held = [block for blocks in hits for block in blocks if block]
         assert revived == [block for block in held if block in self.evictable]
         for block in held:
@@ -231,13 +233,6 @@ class Replay:
         self.forget_blocks()
 
 
-def group_of(block, tokens, manager):
-    """Return the group whose K and V a registered block holds, from its key."""
-    key = chain(tokens, manager.block_size, manager.hash_function)
-    assert block.key.content == key.content
-    return block.key.hash - key.hash
-
-
 def compare(replay: Replay, scheduler) -> None:
     """Assert that a replay equals the scheduler and its blocks."""
     blocks = scheduler.block_manager
@@ -247,12 +242,17 @@ def compare(replay: Replay, scheduler) -> None:
     for seq in scheduler.running + scheduler.waiting:
         assert seq.token_ids == replay.tokens[seq.seq_id]
     assert {block.block_id: block.ref_count for block in blocks.blocks} == replay.ref_counts
-    assert [block.block_id for block in blocks.empty_blocks] == list(replay.empty)
-    assert list(blocks.evictable_blocks) == list(replay.evictable)
-    registered = {block.block_id: block for block in blocks.blocks if block.key}
-    groups = {i: group_of(block, replay.content[i], blocks) for i, block in registered.items()}
-    prefixes = {i: (block.prefix_id, block.parent_id, groups[i]) for i, block in registered.items()}
-    assert prefixes == replay.prefixes
+    assert list(blocks.free_blocks) == [*replay.empty, *replay.evictable]
+    assert replay.prefixes.keys() == {block.block_id for block in blocks.blocks if block.prefix}
+    names: dict[tuple[int, int], Prefix | None] = {(0, 0): None}  # by prefix_id and group
+    for block_id, (prefix_id, parent_id, group) in replay.prefixes.items():
+        prefix = blocks.blocks[block_id].prefix
+        key = chain(replay.content[block_id], blocks.block_size, blocks.hash_function)
+        assert prefix and prefix.key == key._replace(group=group)
+        assert names.setdefault((parent_id, 0), prefix.parent) is prefix.parent
+        assert names.setdefault((prefix_id, group), prefix) is prefix
+    first_group = [prefix for (_, group), prefix in names.items() if group == 0]
+    assert len({*first_group}) == len(first_group), "a prefix has two ids"
     if isinstance(scheduler, DraftingScheduler):
         assert scheduler.num_drafted.total() == replay.num_drafted
         assert scheduler.num_accepted.total() == replay.num_accepted

@@ -151,7 +151,7 @@ def test_prefixes_of_other_weights_are_forgotten(tmp_path_factory):
         assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 0
         assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens > 0
         llm.update_weights([("model.norm.weight", model.model.norm.weight)])
-        assert llm.scheduler.block_manager.evictable_blocks == {}
+        assert llm.scheduler.block_manager.prefixes == {}
 
 
 def test_a_store_that_outlives_the_weights_is_refused(tmp_path_factory, tmp_path):

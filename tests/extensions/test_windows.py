@@ -68,7 +68,7 @@ def test_a_block_before_the_window_can_be_hit_until_it_is_evicted_first():
     for _ in range(3):
         next(steps)
     assert first.block_table == [0, 0, 0, 4, 5, 6]
-    assert [block.block_id for block in manager.evictable_blocks.values()] == [1, 3, 2]
+    assert [*manager.free_blocks] == [1, 3, 2]
     again = sequence(1, range(6))
     assert [block.block_id for block in manager.find_groups(again)[0]] == [0, 2, 3]  # 6 tokens, all hits
     assert manager.allocate(again)
@@ -102,8 +102,8 @@ def test_a_hybrid_finds_a_prefix_without_the_blocks_before_its_window():
     for _ in steps:
         pass
     first_group = {id(block) for block in manager.find_prefix(sequence(1, range(12)))}
-    lost = [block for block in manager.blocks if block.key and id(block) not in first_group][:2]
-    while any(block.key for block in lost):  # the first that the window gave back go first
+    lost = [block for block in manager.blocks if block.prefix and id(block) not in first_group][:2]
+    while any(block.prefix for block in lost):  # the first that the window gave back go first
         manager._take_free_block()
     hits = manager.find_groups(sequence(1, range(12)))
     assert [len(blocks) for blocks in hits] == [6, 6]

@@ -321,8 +321,8 @@ def test_the_page_shows_the_engine_s_state_at_any_step_it_jumps_to(open_page, wi
                 [[seq.seq_id, [list(table) for table in tables_of(blocks, seq)]] for seq in running],
                 [seq.num_computed_tokens for seq in running],
                 [seq.seq_id for seq in scheduler.waiting],
-                [block.block_id for block in blocks.empty_blocks],
-                list(blocks.evictable_blocks),
+                [block.block_id for block in blocks.free_blocks.values() if block.prefix is None],
+                [block.block_id for block in blocks.free_blocks.values() if block.prefix is not None],
                 [scheduler.num_preemptions, blocks.num_query_hits, blocks.num_query_tokens],
             ])  # fmt: skip
 
