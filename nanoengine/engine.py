@@ -587,7 +587,8 @@ class Scheduler:
 
     def append_token(self, seq: Sequence, token_id: int | None) -> None:
         """Append a token, or None if none could be sampled. Finish the sequence if it is complete."""
-        self.tell("sampled", seq, token_id)
+        if self.tell is not tell_nobody:  # the one event per sequence and step
+            self.tell("sampled", seq, token_id)
         if token_id is None:
             self.finish(seq, "error", why_undrawn(seq.processors))
             return

@@ -248,7 +248,8 @@ def compare(replay: Replay, scheduler) -> None:
     for block_id, (prefix_id, parent_id, group) in replay.prefixes.items():
         prefix = blocks.blocks[block_id].prefix
         key = chain(replay.content[block_id], blocks.block_size, blocks.hash_function)
-        assert prefix and prefix.key == key._replace(group=group)
+        assert prefix is not None
+        assert prefix.key == key._replace(group=group)
         assert names.setdefault((parent_id, 0), prefix.parent) is prefix.parent
         assert names.setdefault((prefix_id, group), prefix) is prefix
     first_group = [prefix for (_, group), prefix in names.items() if group == 0]
