@@ -39,7 +39,7 @@ from tests.helpers import DEMO
 
 torch.set_num_threads(1)  # several would wait for each other longer than they compute
 NUM_ROWS = 997
-CLIENT_SECONDS = 6.0  # in place of the gate's 60, so that there are fewer idle ticks
+CLIENT_SECONDS = 6.0  # in place of the 60 of connections.py, so that there are fewer idle ticks
 SECONDS = 2000.0  # of the virtual clock; a run that takes longer waits for something that never comes
 
 

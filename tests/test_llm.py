@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoengine import LLM, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt, steps
+from nanoengine import LLM, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
+from nanoengine.backends.threads import _bar
 from tests.helpers import (
     VOCAB,
     Lines,
@@ -506,10 +507,10 @@ def test_a_bar_is_shown_only_on_a_terminal_and_only_if_it_takes_long(is_terminal
     screen, now = io.StringIO(), [0.0]
     screen.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stderr", screen)
-    assert [*steps.bar("packing", range(9))] == [*range(9)]
+    assert [*_bar("packing", range(9))] == [*range(9)]
     assert screen.getvalue() == ""
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    for _ in steps.bar("packing", range(9)):
+    for _ in _bar("packing", range(9)):
         now[0] += 0.6
     assert ("packing:" in screen.getvalue()) == is_terminal
 

@@ -20,7 +20,7 @@ from nanoengine.ray import ANSWER, Predictor
 from tests.helpers import DEMO, failing_calls
 from tests.serving import free_port, http, wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["a b c d", "What is 27 + 58?", "2 3 5", "What is 27 + 58?!"]
 SMALL = {"num_kv_blocks": 200}
@@ -29,7 +29,7 @@ SMALL = {"num_kv_blocks": 200}
 def test_without_ray_the_pip_line_is_named():
     code = "import sys; sys.modules['pyarrow'] = None; import nanoengine.ray"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert run.stderr.endswith("ray_data needs Ray Data: pip install 'nanoengine[ray]'\n")
+    assert run.stderr.endswith("nanoengine.ray needs Ray Data: pip install 'nanoengine[ray]'\n")
 
 
 @pytest.fixture(scope="module")

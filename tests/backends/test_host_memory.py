@@ -164,7 +164,7 @@ def test_memory_high_of_every_level_bounds_the_available_memory(
 
 LIMITED = """
 import resource, sys, psutil
-from nanoengine.backends.memory import available_memory
+from nanoengine.backends.host_memory import available_memory
 
 kind, used = sys.argv[1:]
 limit = getattr(psutil.Process().memory_info(), used) + (512 << 20)

@@ -55,7 +55,7 @@ def test_threads_and_threads_of_masks_follow_the_cpu_quota_unless_the_user_sets_
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    for module in ("cores", "cpu.threads"):
+    for module in ("threads", "cpu.pinned_threads"):
         monkeypatch.setattr(f"nanoengine.backends.{module}.cpu_quota", lambda: quota)
     for _ in range(2):  # a second engine says so too
         with LLM("demo", num_kv_blocks=20, pin_threads=False) as llm:
