@@ -1,13 +1,6 @@
-"""Gives the same requests to engines with random schedules, and compares all log-probabilities bit for bit.
+"""Gives the same requests to engines with random schedules, and compares log-probabilities bit for bit."""
 
-python -m tests.bits --schedules 10000
-python -m tests.bits --schedules 100 --start 700 --kind gemma2 --form int8   # a part of it
-"""
-
-import argparse
 import random
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -86,26 +79,3 @@ def find_difference(
             if differing:
                 return {"number": number, "cache": cache, "requests": differing, **settings}
     return None
-
-
-def main() -> None:
-    """Run the schedules, shared among all kinds and forms. Exit with the first that differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--start", type=int, default=0, help="the first schedule")
-    parser.add_argument("--kind", action="append", choices=KINDS)
-    parser.add_argument("--form", action="append", choices=list(FORMS))
-    args = parser.parse_args()
-    kinds, forms = args.kind or KINDS, args.form or FORMS
-    share = -(-args.schedules // (len(kinds) * len(forms)))
-    numbers = range(args.start, args.start + share)
-    with tempfile.TemporaryDirectory() as directory:
-        for kind in kinds:
-            for form in forms:
-                if found := find_difference(kind, form, numbers, Path(directory)):
-                    sys.exit(f"{kind}, {form}: {found}")
-                print(f"{kind}, {form}: {share} schedules, one answer", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Simulates whole servers: `python -m tests.simulate --seed 7`, or `--seeds 20000`.
+"""Simulates whole servers for test_simulate.py.
 
 A seed makes a `Script`: an engine's settings, the visits of clients, the steps that fail and the moment of
 the shutdown. `run` plays it in the bottle of bottle.py, from the bytes of the requests to the bytes of the
@@ -10,11 +10,8 @@ answers, and raises `Broken` if a law does not hold:
     leftovers   no block, queue entry, task, timer, place or sequence is left when all clients have gone
     the key     a request without the key neither gets an answer nor reaches the engine
     memory      no step is larger than planned or admits after a preemption, and not too many samples wait
-
-A script that breaks a law is shrunk: what can be left out of it while a law still breaks is left out.
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -25,10 +22,9 @@ import random
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -630,57 +626,3 @@ def breaks(script: Script) -> str | None:
     except Exception as error:
         return str(error) if isinstance(error, Broken) else repr(error)
     return None
-
-
-def shrink(script: Script) -> Script:
-    """Return a shorter script that breaks the same law."""
-    kind = str(breaks(script))[:12]
-    simpler: list[dict[str, Any]] = [{"stop": None}, {"drain": 30.0}, {"max_waiting": 1024}]
-    plain = Visit(0.0, ((0, False),))
-    while True:
-        options = [replace(script, **change) for change in simpler]
-        for name in ("visits", "failures"):
-            items = getattr(script, name)
-            for number in {len(items), len(items) // 2, 1} - {0}:
-                for i in range(0, len(items), number):
-                    options.append(replace(script, **{name: items[:i] + items[i + number :]}))
-        for i, visit in enumerate(script.visits):
-            changes = [{name: getattr(plain, name)} for name in vars(plain)] + [{"asks": visit.asks[:1]}]
-            for change in changes:
-                changed = (*script.visits[:i], replace(visit, **change), *script.visits[i + 1 :])
-                options.append(replace(script, visits=changed))
-        for name in script.settings:
-            rest = {k: v for k, v in script.settings.items() if k != name}
-            if name not in ROOMY or "block" not in name:
-                more = {name: ROOMY[name]} if name in ROOMY else {}
-                options.append(replace(script, settings=rest | more))
-        shorter = next((one for one in options if one != script and str(breaks(one)).startswith(kind)), None)
-        if shorter is None:
-            return script
-        script = shorter
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulate", description="Simulate servers.")
-    parser.add_argument("--seed", type=int, help="simulate one, and print a digest of the run")
-    parser.add_argument("--seeds", type=int, default=100, help="how many to simulate; default %(default)s")
-    parser.add_argument("--start", type=int, default=0, help="the first of them; default %(default)s")
-    args = parser.parse_args()
-    seeds = range(args.start, args.start + args.seeds) if args.seed is None else [args.seed]
-    began = time.monotonic()
-    for number, seed in enumerate(seeds, 1):
-        law = breaks(script := write(seed))
-        if law is not None:
-            print(f"seed {seed}: {law}\nshrinking ...", flush=True)
-            script = shrink(script)
-            print(f"{breaks(script)}\n\nfrom tests.simulate import *\n\nrun({script})")
-            sys.exit(1)
-        if args.seed is not None:
-            print(script, run(script), sep="\n")
-        elif number % 1000 == 0:
-            print(f"{number} seeds, {time.monotonic() - began:.0f} s", flush=True)
-    print(f"{len(seeds)} seeds kept all laws, {time.monotonic() - began:.1f} s")
-
-
-if __name__ == "__main__":
-    main()
