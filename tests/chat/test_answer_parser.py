@@ -9,7 +9,6 @@ from contextlib import closing
 
 import jsonschema
 import openai
-import pydantic
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
@@ -219,29 +218,15 @@ def noted(note):
     return json.dumps({"name": "add", "arguments": {"note": note}}, ensure_ascii=False)
 
 
+TAGS_OF_VALUES = (
+    "<tool_call> </tool_call> <function=add> </function> <parameter=b> </parameter> [ARGS] <escape> "
+)
+TAGS_OF_VALUES += (
+    '[TOOL_CALLS] <|call|> <|end|> <|channel|> <|message|> <|"|> <|tool_call> <tool_call|> <think> '
+)
+TAGS_OF_VALUES += "</think> <|python_tag|> <start_function_call> <end_function_call>"
 WORDS_OF_VALUES = ["a", " ", "\n", '"', "\\", "'", "{", "}", "[1]", "\u00e9", EXAMPLE, CODER_END]
-WORDS_OF_VALUES += [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=add>",
-    "</function>",
-    "<parameter=b>",
-    "</parameter>",
-]
-WORDS_OF_VALUES += ["[TOOL_CALLS]", "[ARGS]", "<|call|>", "<|end|>", "<|channel|>", "<|message|>", '<|"|>']
-WORDS_OF_VALUES += [
-    "<|tool_call>",
-    "<tool_call|>",
-    "<start_function_call>",
-    "<end_function_call>",
-    "<escape>",
-]
-WORDS_OF_VALUES += [
-    "<think>",
-    "</think>",
-    "<|python_tag|>",
-    *(write("x") for write in list(CALLS.values())[2:]),
-]
+WORDS_OF_VALUES += [*TAGS_OF_VALUES.split(), *(write("x") for write in list(CALLS.values())[2:])]
 
 
 def can_be_written(calls, value):
@@ -312,71 +297,20 @@ def test_without_tools_text_like_a_call_stays_text():
         assert taken_apart(parser_of(calls, tools=()), [text]) == [("content", text)]
 
 
-WORDS = *"}a< ", "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "add"', ', "arguments": {}'
-
-
-@settings(max_examples=200, deadline=None)
-@example(words=["<think>", "</think>", "<tool_call>"], calls="hermes")
-@example(words=["<think>", "</think>", "<", "</think>", "<tool_call>"], calls="hermes")
-@given(
-    words=st.lists(st.sampled_from(WORDS), max_size=12),
-    calls=st.sampled_from(["hermes", "qwen3_coder", "llama3_json", "mistral"]),
+TAGS_OF_ANSWERS = (
+    '{ } " ] "}} ; ``` json <|channel> <channel|> analysis final commentary <|start|>assistant <|return|> '
 )
-def test_only_tags_and_calls_are_removed_from_the_text(words, calls):
-    def without_tags(text):
-        return "".join(text.split()).replace("</think>", "").replace("<think>", "")
-
-    text = "".join(words)
-    found = taken_apart(parser_of(calls, "deepseek_r1"), text)
-    assert found == taken_apart(parser_of(calls, "deepseek_r1"), [text])
-    if all(kind != "tool_calls" for kind, _ in found):
-        assert without_tags("".join(value for _, value in found)) == without_tags(text)
-
-
+TAGS_OF_ANSWERS += '<|constrain|> note:<|"|> [CALL_ID] call:add{ note:<escape> <escape>}'
 WORDS_OF_ANSWERS = [
     "\n",
     " ",
-    "{",
-    "}",
-    '"',
-    "]",
-    '{"name": "add", "arguments": {"note": "',
-    '"}}',
-    ";",
-    "```",
-    "json",
-]
-WORDS_OF_ANSWERS += [word for word in WORDS_OF_VALUES if word[0] in "<["] + [
-    "<|channel>",
     "thought\n",
-    "<channel|>",
-]
-WORDS_OF_ANSWERS += [
-    "<|channel|>",
-    "analysis",
-    "final",
-    "commentary",
+    '{"name": "add", "arguments": {"note": "',
     " to=functions.add",
     " to=add",
-    "<|message|>",
 ]
-WORDS_OF_ANSWERS += [
-    "<|constrain|>",
-    "<|start|>assistant",
-    "<|return|>",
-    CODER,
-    "<parameter=note>\n",
-    "call:add{",
-]
-WORDS_OF_ANSWERS += [
-    'note:<|"|>',
-    "[ARGS]",
-    "[CALL_ID]",
-    '{"note": "',
-    "note:<escape>",
-    "<escape>}",
-    CODER_END,
-]
+WORDS_OF_ANSWERS += [CODER, CODER_END, "<parameter=note>\n", '{"note": "', *TAGS_OF_ANSWERS.split()]
+WORDS_OF_ANSWERS += [word for word in WORDS_OF_VALUES if word[0] in "<["]
 
 
 @pytest.mark.parametrize("calls", TOOL_FORMATS)
@@ -739,30 +673,6 @@ def test_a_required_call_is_made(choice, thinking, client, script):
             assert getattr(one.message, "reasoning", None) == ("I think" if thinking else None)
     assert names
     assert choice == "required" or names == {"tell"}
-
-
-class Person(pydantic.BaseModel):
-    name: str = pydantic.Field(max_length=8)
-    age: int = pydantic.Field(ge=0, le=150)
-    moods: list[bool] = pydantic.Field(max_length=3)
-
-
-@pytest.mark.parametrize("thinking", [False, True])
-def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
-    script.says = {"Hello": "I think</think>{"} if thinking else {}
-    found = 0
-    for seed in range(3):
-        try:
-            asked = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
-            asked |= {"temperature": 2.0, "seed": seed, "max_tokens": 200, "response_format": Person}
-            asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": thinking}}
-            answer = client.chat.completions.parse(**asked).choices[0]
-        except openai.LengthFinishReasonError:
-            continue
-        found += 1
-        assert isinstance(answer.message.parsed, Person)
-        assert getattr(answer.message, "reasoning", None) == ("I think" if thinking else None)
-    assert found
 
 
 @pytest.mark.parametrize(
