@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -234,67 +234,50 @@ def test_the_cpu_quota_is_the_least_of_the_cgroups_up_to_the_root(quotas, expect
     assert cpu_quota(tmp_path) == expected
 
 
-@pytest.mark.slow
-def test_in_a_real_cgroup_there_are_as_many_threads_as_its_quota_allows():
-    base = next((x for x in map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")) if x.exists()), None)
-    group = (base or Path("/nowhere")) / "nanoengine-test"
+@contextmanager
+def cgroup(kind, limits):
+    """Make a cgroup with one of these limits. Yields a function that runs a script in it."""
+    bases = map(Path, (f"/sys/fs/cgroup/{kind}", "/sys/fs/cgroup"))
+    group = next((x for x in bases if x.exists()), Path("/nowhere")) / "nanoengine-test"
+
+    def run(script, **environment):
+        join = (
+            f"import os, pathlib; pathlib.Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()))"
+        )
+        others = {key: x for key, x in os.environ.items() if key != "OMP_NUM_THREADS"}
+        command = [sys.executable, "-c", f"{join}\n{script}"]
+        return subprocess.run(command, env=others | environment, capture_output=True, text=True, timeout=300)
+
     try:
         try:
             group.mkdir()
-            if (group / "cpu.max").exists():
-                (group / "cpu.max").write_text("150000 100000")
-            else:
-                (group / "cpu.cfs_quota_us").write_text("150000")
-        except OSError:
-            pytest.skip("no right to make a cgroup with a CPU quota here")
-        script = f"""if True:
-            import os, pathlib, torch
-            pathlib.Path({str(group / "cgroup.procs")!r}).write_text(str(os.getpid()))
-            torch.set_num_threads(os.cpu_count())
-            from nanoengine import LLM
-            LLM("demo", num_kv_blocks=9).close()
-            print(torch.get_num_threads())
-        """
-        environment = {key: x for key, x in os.environ.items() if key != "OMP_NUM_THREADS"}
-        for given, expected in (({}, "1"), ({"OMP_NUM_THREADS": str(os.cpu_count())}, str(os.cpu_count()))):
-            done = subprocess.run(
-                [sys.executable, "-c", script],
-                env=environment | given,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=True,
-            )
-            assert done.stdout.strip() == expected
-            assert ("1 thread for a CPU quota of 1.5" in done.stderr) == (not given)
+            name = next(name for name in limits if (group / name).exists())
+            (group / name).write_text(limits[name])
+        except (OSError, StopIteration):
+            pytest.skip(f"no right to make a cgroup with a limit of {kind} here")
+        yield run
     finally:
         with suppress(OSError):
             group.rmdir()
+
+
+@pytest.mark.slow
+def test_in_a_real_cgroup_there_are_as_many_threads_as_its_quota_allows():
+    start = "import torch; torch.set_num_threads(os.cpu_count()); from nanoengine import LLM\n"
+    script = start + "LLM('demo', num_kv_blocks=9).close(); print(torch.get_num_threads())"
+    all_cpus = str(os.cpu_count())
+    with cgroup("cpu", {"cpu.max": "150000 100000", "cpu.cfs_quota_us": "150000"}) as run:
+        for given, expected in (({}, "1"), ({"OMP_NUM_THREADS": all_cpus}, all_cpus)):
+            done = run(script, **given)
+            assert done.stdout.strip() == expected
+            assert ("1 thread for a CPU quota of 1.5" in done.stderr) == (not given)
 
 
 @pytest.mark.slow
 def test_in_a_real_cgroup_the_cache_is_sized_by_its_limit():
-    base = next((x for x in map(Path, ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")) if x.exists()), None)
-    group = (base or Path("/nowhere")) / "nanoengine-test"
-    script = f"""if True:
-        import os, pathlib
-        pathlib.Path({str(group / "cgroup.procs")!r}).write_text(str(os.getpid()))
-        from nanoengine import LLM
-        LLM("demo", num_kv_blocks=9).close()
-        LLM("demo", max_num_seqs=10_000).close()
-        LLM("demo", num_kv_blocks=200_000)
-    """
-    try:
-        try:
-            group.mkdir()
-            limit = next(group / name for _, name, *_ in NAMES.values() if (group / name).exists())
-            limit.write_text(str(GIB))
-        except (OSError, StopIteration):
-            pytest.skip("no right to make a cgroup with a memory limit here")
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert re.search(r"0\.[234] GiB of the 0\.[3-9] GiB available \(the cgroup's limit is", done.stderr)
-        assert "ValueError: too little memory for a KV cache of 200000 blocks" in done.stderr
-    finally:
-        with suppress(OSError):
-            group.rmdir()
+    sizes = "num_kv_blocks=9", "max_num_seqs=10_000", "num_kv_blocks=200_000"
+    script = "from nanoengine import LLM\n" + "; ".join(f"LLM('demo', {size}).close()" for size in sizes)
+    with cgroup("memory", {name: str(GIB) for _, name, *_ in NAMES.values()}) as run:
+        said = run(script).stderr
+    assert re.search(r"0\.[234] GiB of the 0\.[3-9] GiB available \(the cgroup's limit is", said)
+    assert "ValueError: too little memory for a KV cache of 200000 blocks" in said
