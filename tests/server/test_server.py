@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from copy import copy
 from dataclasses import fields
 from pathlib import Path
@@ -31,7 +31,7 @@ from nanoengine.server.app import make_app
 from nanoengine.server.openai_api import ChatRequest, to_json
 from nanoengine.server.process import make_parser
 from nanoengine.server.service import Service, names_of
-from tests.helpers import DEMO, failing_calls
+from tests.helpers import DEMO
 from tests.serving import (
     COMMON,
     TIMEOUT,
@@ -119,26 +119,6 @@ def test_a_chat_gets_the_offline_answer(content, client, llm):
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.total_tokens == len(expected.prompt_token_ids) + len(expected.outputs[0].token_ids)
-
-
-def test_the_pieces_of_a_stream_make_up_the_whole_answer(client):
-    asked = {"model": "demo", "prompt": PROMPTS, "max_tokens": 12, "n": 2, "seed": 5, "extra_body": WITH_IDS}
-    whole = client.completions.create(**asked)
-    pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert not any(piece.usage for piece in pieces[:-1])  # unless continuous_usage_stats is set
-    assert pieces[-1].choices == []
-    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert pieces[-1].usage.prompt_tokens == whole.usage.prompt_tokens
-    assert len({piece.id for piece in pieces}) == 1
-    for choice in whole.choices:
-        own = [piece.choices[0] for piece in pieces[:-1] if piece.choices[0].index == choice.index]
-        assert "".join(piece.text for piece in own) == choice.text
-        assert [token for piece in own for token in piece.token_ids] == choice.token_ids
-        assert [piece.finish_reason for piece in own if piece.finish_reason] == [choice.finish_reason]
-        assert own[-1].finish_reason is not None
-        assert own[0].prompt_token_ids == choice.prompt_token_ids
-        assert [piece.prompt_token_ids for piece in own[1:]] == [None] * (len(own) - 1)
-    assert len(whole.choices) == 8
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -615,24 +595,6 @@ def guarded():
 KEY = {"Authorization": "Bearer gehéim".encode()}
 
 
-def test_requests_beyond_max_waiting_get_503_with_retry_after(guarded):
-    url, service = guarded
-    asked = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
-    with httpx.Client(headers=KEY, timeout=TIMEOUT) as client:
-        with (
-            held_steps(service.engine),
-            client.stream("POST", f"{url}/v1/completions", json={**asked, "n": 3, "stream": True}) as first,
-        ):
-            assert first.status_code == 200
-            refused = client.post(f"{url}/v1/completions", json=asked)
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert refused.json()["error"]["type"] == "server_error"
-        wait_until(lambda: service.num_samples == 0)
-        assert client.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
-        # A request that can never be served gets 400 instead.
-        assert client.post(f"{url}/v1/completions", json={"prompt": "a", "n": 4}).status_code == 400
-
-
 def test_a_lower_priority_number_is_answered_first():
     engine = AsyncLLM(str(DEMO), num_kv_blocks=50, max_num_seqs=1, scheduling_policy="priority")
     asked = {"prompt": "a", "max_tokens": 8, "ignore_eos": True}
@@ -703,28 +665,6 @@ def test_endless_headers_are_refused_before_the_key_is_checked(header, where, gu
     assert answer.startswith(b"HTTP/1.1 431 ")
     usual = {**KEY, "a": "b" * 32_000}
     assert http.get(f"{guarded[0]}/v1/models", headers=usual).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("whole", "part"),
-    [(b"", b""), (b"", b"GET /health HTTP/1.1\r\n"), (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"G")],
-)
-def test_a_connection_whose_headers_are_never_complete_is_closed(whole, part, monkeypatch):
-    def time_out():
-        monkeypatch.setattr("nanoengine.server.connections.CLIENT_SECONDS", 0.2)
-
-    if not whole:
-        time_out()
-    with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, _), connected(url) as client:
-        if whole:
-            client.sendall(whole)
-            answer = client.recv(65536)
-            while not answer.endswith(b"\r\n\r\n"):  # it has no body
-                answer += client.recv(65536)
-            time_out()
-        with suppress(ConnectionError):  # closed before the part was sent
-            client.sendall(part)
-            assert client.recv(65536) == b""
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -799,25 +739,6 @@ def test_a_log_line_describes_the_request_without_its_contents(client, url, capl
 
 
 # ---- faults ----
-
-
-def test_a_step_that_fails_twice_is_an_error_and_the_server_goes_on(client, service, caplog):
-    asked = {"model": "demo", "prompt": "a b c", "temperature": 0, "max_tokens": 5}
-    runner = service.engine.llm_engine.runner
-    expected = client.completions.create(**asked).choices[0].text
-    with (
-        failing_calls(runner, "launch", range(2)),
-        pytest.raises(openai.InternalServerError, match="two steps failed while computing it") as caught,
-    ):
-        client.completions.create(**asked)
-    assert caught.value.status_code == 500
-    assert "flaky" not in str(caught.value)
-    assert caplog.text.count("RuntimeError: flaky") == 2
-    with failing_calls(runner, "launch", range(2)), pytest.raises(openai.APIError, match="could not compute"):
-        list(client.completions.create(**asked, stream=True))
-    with failing_calls(runner, "launch", range(1)):
-        assert client.completions.create(**asked).choices[0].text == expected
-    assert client.completions.create(**asked).choices[0].text == expected
 
 
 def test_a_bug_in_the_server_shows_no_stack_trace(url, service, monkeypatch, caplog):
