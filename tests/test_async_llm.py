@@ -186,26 +186,6 @@ async def test_slow_consumer_loses_nothing_and_holds_one_output(engine, prompts,
 
 
 @with_engine
-async def test_cancelled_or_closed_consumer_aborts_only_its_request(engine, prompts, tokens):
-    with held_steps(engine) as steps:
-        task = asyncio.create_task(collect(engine, prompts[0], ENDLESS, "cancelled"))
-        other = asyncio.create_task(collect(engine, prompts[1], GREEDY, "other"))
-        steps.permit(5)
-        await until(lambda: steps.is_held)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    async for _ in (left := engine.generate(prompts[2], ENDLESS, "left")):
-        break
-    await left.aclose()
-    assert await other == tokens[1]
-    # The ids can be used again, and every block is free.
-    assert await collect(engine, prompts[3], GREEDY, "cancelled") == tokens[3]
-    assert engine.llm_engine.metrics()["num_free_blocks"] == 60
-    assert not engine.llm_engine.has_unfinished_requests()
-
-
-@with_engine
 async def test_abort_gives_the_consumer_a_last_output(engine, prompts, tokens):
     reasons = []
     with held_steps(engine) as steps:
@@ -253,49 +233,6 @@ def test_engine_serves_several_event_loops(qwen3, expected):
         assert engine.llm_engine.metrics()["num_free_blocks"] == 60
     finally:
         engine.close()
-
-
-@with_engine(max_concurrent_requests=1)
-async def test_request_cancelled_while_it_waits_never_runs(engine, prompts, tokens):
-    with held_steps(engine) as steps:
-        first = asyncio.create_task(collect(engine, prompts[0], GREEDY, "first"))
-        await until(lambda: steps.is_held)
-        waiting = asyncio.create_task(collect(engine, prompts[1], GREEDY, "waiting"))
-        await until(lambda: engine._commands.qsize() == 1)
-        steps.permit(1)
-        await until(lambda: steps.is_held and len(engine._waiting) == 1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-    assert await first == tokens[0]
-    assert await collect(engine, prompts[2], GREEDY, "third") == tokens[2]
-    assert engine.llm_engine.metrics()["generation_tokens"] == 40
-
-
-def test_closed_engine_ends_running_requests_and_rejects_others(qwen3, expected):
-    async def main():
-        engine = AsyncLLM(qwen3, max_concurrent_requests=1, **SETTINGS)
-
-        async def consume(request_id):
-            return [out async for out in engine.generate(expected[0][0], ENDLESS, request_id)]
-
-        with held_steps(engine) as steps:
-            jobs = [asyncio.create_task(consume(str(i))) for i in range(3)]
-            await until(lambda: steps.is_held and engine._commands.qsize() == 2)
-            steps.permit(1)
-            await until(lambda: steps.is_held and len(engine._waiting) == 2)
-            closing = asyncio.create_task(asyncio.to_thread(engine.close))
-            await until(lambda: engine._closed)
-        await closing
-        assert (await jobs[0])[-1].outputs[0].finish_reason == "abort"
-        for job in (*jobs[1:], consume("late")):
-            with pytest.raises(RuntimeError, match="closed"):
-                await job
-        with pytest.raises(RuntimeError, match="closed"):
-            await engine.get_metrics()
-        engine.close()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5])

@@ -4,7 +4,6 @@ import json
 import random
 import signal
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +15,6 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.cli import chat, run
 from tests.helpers import DEMO, THINKING_TEMPLATE, thinking_checkpoint
 
-ROOT = Path(__file__).parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=250)
 TASKS = {
     "sum": train.ask_sum,

@@ -13,16 +13,13 @@ from nanoengine import LLM, RequestOutputKind, SamplingParams, TextPrompt, Token
 from nanoengine.backends.threads import _bar
 from tests.helpers import (
     VOCAB,
-    Lines,
     chain_checkpoint,
     checkpoint,
-    ctrl_c,
     failing_calls,
     finish,
     greedy,
     random_prompts,
 )
-from tests.laws import check_laws
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=12, repetition_penalty=1.1)
@@ -273,39 +270,6 @@ def test_bad_setting_is_rejected_by_name(settings, error, name, qwen3):
 # ---- failures in the middle, and driving the engine by hand ----
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize(("part", "params"), [("launch", GREEDY), ("launch", SEEDED), ("collect", SEEDED)])
-def test_failed_step_loses_no_token(part, async_scheduling, params, qwen3, prompts, expected):
-    with (
-        LLM(qwen3, block_size=16, num_kv_blocks=60, async_scheduling=async_scheduling) as llm,
-        failing_calls(llm.llm_engine.runner, part, range(3, 10**6, 4)),
-    ):
-        for i, prompt in enumerate(prompts):
-            llm.add_request(str(i), prompt, params)
-        finished, failures = {}, 0
-        while llm.has_unfinished_requests():
-            try:
-                finished |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
-            except RuntimeError:
-                failures += 1
-                check_laws(llm.scheduler)
-    assert failures > 1
-    assert [finished[str(i)] for i in range(len(prompts))] == expected[params is SEEDED]
-
-
-def test_outputs_of_added_requests_survive_a_failed_generate(qwen3):
-    short, long = (SamplingParams(temperature=0, max_tokens=n) for n in (1, 5))
-    with LLM(qwen3, num_kv_blocks=20) as llm:
-        llm.add_request("early", [9], short)
-        with failing_calls(llm.llm_engine.runner, "launch", {1}), pytest.raises(RuntimeError, match="flaky"):
-            llm.generate([[1], [2]], [short, long], use_tqdm=False)
-        llm.add_request("late", [3], short)
-        assert [output.request_id for output in llm.step()] == ["early", "late"]
-        assert not llm.has_unfinished_requests()
-        assert not llm.llm_engine._request_of
-        assert llm.step() == []
-
-
 def test_ids_may_be_aborted_twice_or_after_they_finished(llm):
     llm.add_request("a", [1], SamplingParams(max_tokens=9))
     llm.add_request("b", [2], SamplingParams(max_tokens=1))
@@ -315,42 +279,6 @@ def test_ids_may_be_aborted_twice_or_after_they_finished(llm):
     outputs = llm.abort_request(["a", "a", "b"])
     assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "length"]
     assert llm.abort_request("b") == llm.step() == []
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_ctrl_c_at_any_line_of_a_step_takes_effect_at_its_end(async_scheduling, qwen3, default_sigint):
-    """A signal at every n-th line of the package loses no output and leaves no state half changed."""
-    prompts = random_prompts([5, 17])
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1, seed=1)
-
-    def run(llm, lines):
-        """Run both requests to their end. Returns their samples and how often a step was interrupted."""
-        for i, prompt in enumerate(prompts):
-            llm.add_request(str(i), prompt, params)
-        samples, interrupts = {}, 0
-        while llm.has_unfinished_requests():
-            try:
-                with lines:
-                    outputs = llm.step()
-            except KeyboardInterrupt:
-                interrupts += 1
-                outputs = []
-            check_laws(llm.scheduler)
-            samples |= {o.request_id: o.outputs[0] for o in outputs if o.finished}
-        of_samples = {i: (one.token_ids, one.text, [*map(list, one.logprobs)]) for i, one in samples.items()}
-        return of_samples, interrupts
-
-    with LLM(qwen3, num_kv_blocks=9, block_size=4, async_scheduling=async_scheduling) as llm:
-        run(llm, Lines())  # what is done once only
-        llm.reset_prefix_cache()
-        every = Lines()
-        expected = run(llm, every)
-        assert expected[1] == 0
-        for at in range(20, every.count - 20, every.count // 25):
-            llm.reset_prefix_cache()
-            interrupted = Lines(at=at, strike=ctrl_c)
-            assert run(llm, interrupted) == (expected[0], 1), f"at line {at} of {every.count}"
-        assert llm.metrics()["num_free_blocks"] == 9
 
 
 def test_failed_launch_loses_no_output_of_the_previous_step(babbler):
@@ -409,20 +337,6 @@ def test_abort_returns_everything_not_returned_yet(llm, prompts, expected):
     assert llm.abort_request("x") == llm.step() == []
 
 
-def test_failed_stream_leaves_no_output(babbler):
-    """With bad words and async scheduling, an output may exist when the launch fails."""
-    params = SamplingParams(temperature=0, max_tokens=9, bad_words=["a"])
-    with LLM(babbler, num_kv_blocks=20, async_scheduling=True) as llm:
-        for failing_launch in range(1, 6):
-            with (
-                failing_calls(llm.llm_engine.runner, "launch", {failing_launch}),
-                pytest.raises(RuntimeError, match="flaky"),
-            ):
-                list(llm.stream([[1], [2]], params))
-            assert not llm.has_unfinished_requests()
-            assert llm.step() == []
-
-
 def test_seconds_of_the_phases_add_up(qwen3, monkeypatch):
     """In CPU seconds of this thread, which do not pass while others run."""
     monkeypatch.setattr("nanoengine.timing.time", SimpleNamespace(perf_counter=time.thread_time))
@@ -437,18 +351,6 @@ def test_seconds_of_the_phases_add_up(qwen3, monkeypatch):
         assert seconds.keys() == names
         assert all(value > 0 for value in seconds.values())
         assert 0.3 * elapsed < sum(seconds.values()) < elapsed
-
-
-def test_two_engines_share_nothing(qwen3, prompts, expected):
-    with LLM(qwen3, num_kv_blocks=60) as one, LLM(qwen3, block_size=4, num_kv_blocks=90) as two:
-        last = {}
-        for llm, prompt in ((one, prompts[6]), (two, prompts[7])):
-            llm.add_request("x", prompt, GREEDY)
-        while one.has_unfinished_requests() or two.has_unfinished_requests():
-            for llm in (one, two):
-                for output in llm.step():
-                    last[llm] = output.outputs[0].token_ids
-        assert (last[one], last[two]) == (expected[0][6], expected[0][7])
 
 
 @pytest.mark.parametrize("how", ["del", "close", "with"])

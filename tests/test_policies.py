@@ -7,11 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.cli import bench
+from nanoengine import LLM, SamplingParams
 from nanoengine.engine import Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
-from nanoengine.llm_engine import find_scheduler
 from tests.helpers import DEMO, finish
 from tests.model_table import small_config, small_model
 from tests.test_scheduling_machine import BRIEFLY, ExtendedMachine
@@ -143,15 +141,3 @@ def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path_fa
         LLM(path, num_state_slots=4, scheduler_cls=policy)
     with LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyDraftedChoice) as llm:
         assert type(llm.scheduler) is AnyDraftedChoice
-
-
-# ---- a command --------------------------------------------------------------------------------
-
-
-def test_bench_has_a_flag_for_it(policy, monkeypatch):
-    found = {}
-    monkeypatch.setattr(bench, "LLM", lambda *args, **settings: found.update(settings) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        bench.main(["--scheduler-cls", policy])
-    assert find_scheduler(found["scheduler_cls"]).__name__ == "ShortestFirst"
-    assert EngineConfig(DEMO, scheduler_cls=policy).scheduler_cls == policy

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 from nanoengine import LLM, RequestOutputKind, SamplingParams
 from nanoengine.checkpoints import gguf_tokenizer
 from nanoengine.requests import RequestChecker, bad_word_ids, check_prompt_ids
-from nanoengine.sampling.edits import RequestEdits
 from tests.helpers import DEMO, chain_checkpoint, checkpoint, random_params, random_prompts, table_checkpoint
 
 
@@ -68,21 +67,6 @@ def test_closed_stream_aborts_its_requests(llm):
     stream.close()
     assert not llm.has_unfinished_requests()
     assert llm.metrics()["num_free_blocks"] == 60
-
-
-def test_two_streams_and_added_requests_can_be_interleaved(llm):
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    expected = [o.outputs[0].token_ids for o in llm.generate([[1], [2], [3]], params, use_tqdm=False)]
-    llm.add_request("mine", [3], params)
-    one, two = llm.stream([[1]], params), llm.stream([[2]], params)
-    got = [[], []]
-    for a, b in itertools.zip_longest(one, two):
-        got[0] += a.outputs[0].token_ids if a else []
-        got[1] += b.outputs[0].token_ids if b else []
-    assert got == expected[:2]
-    (output,) = llm.step()
-    assert (output.request_id, output.outputs[0].token_ids) == ("mine", expected[2])
-    assert not llm.has_unfinished_requests()
 
 
 def test_bad_stream_raises_at_the_call(llm):
@@ -209,24 +193,6 @@ def test_minus_one_reports_and_allows_all_logprobs_of_the_vocabulary(qwen3):
 # ---- sampling features end to end ----
 
 
-def test_bad_words_are_never_completed(tmp_path):
-    with LLM(str(chain_checkpoint(tmp_path, "abc def")), num_kv_blocks=10) as llm:
-
-        def text(*bad_words):
-            params = SamplingParams(temperature=0, max_tokens=6, bad_words=list(bad_words) or None)
-            return llm.generate("a", params, use_tqdm=False)[0].outputs[0].text
-
-        assert text() == "bc def"
-        assert not text("cd").startswith("cd")
-        assert text("c")[0] == "b"
-        assert "c" not in text("c")
-        assert "de" not in text("de")
-        assert text("de").startswith("bc d")
-        assert text("zz") == "bc def"
-        with pytest.raises(TypeError, match="bad_words"):
-            text(5)
-
-
 BEFORE = ["", " ", "\n", "\t", *string.punctuation, "\n\n", ".\n", " (", ' "', ") ", "**"]
 SPACED = "wonderful orange forbidden"  # words that training saw after a space only
 WORDS = f"{SPACED} the answer water self value return".split()
@@ -316,22 +282,6 @@ def test_a_bad_word_with_another_number_of_tokens_after_a_space_is_never_complet
         for word in "wonderful", " wonderful":
             params.bad_words = [word]
             assert "wonderful" not in llm.generate("x", params, use_tqdm=False)[0].outputs[0].text
-
-
-def test_arrays_of_edits_are_made_once_per_request_while_others_come_and_go(tmp_path, monkeypatch):
-    made, make = [], RequestEdits.__init__
-
-    def count(self, row):
-        made.append(row.params)
-        make(self, row)
-
-    monkeypatch.setattr(RequestEdits, "__init__", count)
-    with LLM(str(chain_checkpoint(tmp_path, "abcdef")), num_kv_blocks=40, max_num_seqs=5) as llm:
-        kinds = {"allowed_token_ids": [97, 98, 99]}, {"logit_bias": {97: 2.0}}, {"bad_words": ["c"]}
-        kinds = *kinds, {"min_tokens": 3}, {"presence_penalty": 1.0}, {}
-        params = [SamplingParams(max_tokens=5 + i, n=1 + i % 3, **kinds[i % 6]) for i in range(12)]
-        assert len(llm.generate(["a"] * 12, params, use_tqdm=False)) == 12
-    assert len(made) == len({*map(id, made)}) == 8
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
