@@ -157,42 +157,6 @@ def test_wheel_contains_every_file_of_the_package():
         assert packaged >= {path for path in folder.iterdir() if path.is_file()}
 
 
-def interpreter(version: str) -> str | None:
-    """Return the path of this version, from PATH or from a folder next to this one's (pyenv, uv)."""
-    name = f"python{version}"
-    beside = Path(sys.base_prefix).parent.glob(f"*{version}*/bin/{name}")
-    for python in (shutil.which(name), *map(str, beside)):
-        if python and subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:
-            return python
-    return None
-
-
-# Compiles the files, and prints the names of the standard library.
-READ = "import sys; [compile(open(path, 'rb').read(), path, 'exec') for path in sys.argv[1:]]; "
-READ += "print(*sys.stdlib_module_names)"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
-def test_later_python_compiles_all_sources_without_warnings(version):
-    """It also has all modules they import; the list of commands runs without PyTorch."""
-    python = interpreter(version)
-    if python is None:
-        pytest.skip(f"there is no Python {version}")
-    sources = [path for folder in (".", "*", "nanoengine/*") for path in ROOT.glob(f"{folder}/*.py")]
-    assert ROOT / "examples" / "train_demo.py" in sources
-
-    def run(*arguments):
-        command = [python, "-B", "-W", "error", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    imported = {x for one in sources for x in re.findall(r"^ *(?:import|from) (\w+)", one.read_text(), re.M)}
-    assert imported & sys.stdlib_module_names <= {*run("-c", READ, *sources).split()}
-    assert "an OpenAI-compatible server" in run("-m", "nanoengine", "--help")
-
-
 # ---- a wheel and a source distribution, installed and used ----------------------------------------
 
 

@@ -20,12 +20,12 @@ from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
 from benchmarks.machine import machine
-from benchmarks.report import hardware, print_tricks
+from benchmarks.report import hardware
 from benchmarks.runs import measurements
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.roofline import measure_limits, roofline_seconds
 from nanoengine.cli.workloads import SHAPES, WORKLOADS, Workload, parse_custom
-from tests.helpers import DEMO, hf_model
+from tests.helpers import DEMO
 
 ROOT = Path(__file__).parents[2]
 
@@ -274,23 +274,6 @@ def test_one_sequence_s_tokens_are_also_counted_in_bytes_of_weights(bench):
 
 
 @pytest.mark.slow
-def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
-    """From its config alone, as one measures a shape."""
-    config = hf_model("gemma3").config
-    config.max_position_embeddings = 2048
-    config.save_pretrained(tmp_path)
-    flags = f"--model {tmp_path} --custom 3:4-8:2-5 --repeats 1 --engine nanoengine,transformers"
-    printed, report = run_bench(*flags.split())
-    (result,) = report["models"]
-    for row in result["results"]:
-        assert "error" not in row, row
-        assert row["output_tokens"] == sum(Workload("", 3, (4, 8), (2, 5)).lengths()[1])
-        assert row["roofline_share"] is None
-    assert result["limits"]["roofline_output_tokens_per_s"] == {"3:4-8:2-5": None}
-    assert "| share of the roofline | - | - |" in squeezed(printed)
-
-
-@pytest.mark.slow
 def test_the_command_bench_serves_its_workload_and_reports_rates_latencies_and_roofline(tmp_path):
     printed, result = run_bench("--workload", "tiny", "--repeats", "1", program=("-m", "nanoengine", "bench"))
     assert "run 1 of 1" in printed
@@ -303,23 +286,6 @@ def test_the_command_bench_serves_its_workload_and_reports_rates_latencies_and_r
 
 
 PLACE = {"cpu": "A CPU", "instructions": "AVX2", "gpu": None, "cores": 2, "threads": 2, "memory_gib": 8.0}
-
-
-def test_an_ablation_compares_each_engine_with_the_one_beside_it(capsys):
-    def row(engine, workload, *speeds):
-        return {"workload": workload, "engine": engine, "runs_tokens_per_s": list(speeds)}
-
-    results = [
-        row("nanoengine", "decode", 100.0, 120.0),
-        row("nanoengine without pinned threads", "decode", 50.0, 100.0),
-        row("nanoengine", "decode", 80.0, 80.0),
-        row("nanoengine without chunks", "decode", 80.0, 100.0) | {"error": "no memory"},
-    ]
-    report = {"models": [{"model": "tiny", "results": results}]}
-    print_tricks(report)
-    printed = squeezed(capsys.readouterr().out)
-    assert "| pinned threads | decode | 110.0, 75.0 | 1.60 (1.20 to 2.00) |" in printed
-    assert "| chunks | decode | no memory | |" in printed
 
 
 @pytest.mark.parametrize("trick", [name for name, trick in TRICKS.items() if "cpu" in trick.devices])
