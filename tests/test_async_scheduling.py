@@ -9,16 +9,13 @@ import transformers
 
 from nanoengine import LLM, SamplingParams
 from tests.helpers import (
-    VARIED_SETTINGS,
     chain_checkpoint,
     checkpoint,
     failing_calls,
     finish,
     greedy,
-    random_params,
     random_prompts,
 )
-from tests.laws import check_laws
 
 
 def seen(llm, prompts, params, **more):
@@ -29,26 +26,6 @@ def seen(llm, prompts, params, **more):
 
     outputs = llm.generate(prompts, params, use_tqdm=False, **more)
     return [[of(one) for one in output.outputs] for output in outputs]
-
-
-@pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
-def test_answers_are_the_same_as_step_by_step(settings, babbler):
-    rng = random.Random(1)
-    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(30)]
-    params = [random_params(rng) for _ in prompts]
-    for i in range(0, 30, 7):  # some whose next token depends on those before
-        fields = {"temperature": 0.8, "repetition_penalty": 1.3, "min_tokens": 4, "max_tokens": 12}
-        params[i] = SamplingParams(**fields, seed=i)
-    more = {"priority": [i % 3 for i in range(30)]} if "scheduling_policy" in settings else {}
-    answers, preemptions = [], []
-    for async_scheduling in (False, True):
-        with LLM(babbler, async_scheduling=async_scheduling, **settings) as llm:
-            answers.append([seen(llm, prompts, params, **more) for _ in range(2)])
-            preemptions.append(llm.metrics()["num_preemptions"])
-            assert llm.metrics()["num_free_blocks"] == settings["num_kv_blocks"]
-            check_laws(llm.scheduler)
-    assert answers[0] == answers[1]
-    assert (min(preemptions) > 0) == (settings["num_kv_blocks"] in (24, 30, 90))
 
 
 def recorded(llm):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("exact_kernels")
 
 CASES = [  # kind, form, schedules and number of requests; transformers' layers take longer
     *((kind, form, range(1), 10) for kind in KINDS[:2] for form in FORMS),
-    *((kind, "float32", range(1), 5) for kind in KINDS[2:]),
+    *((kind, form, range(1), 5) for kind in KINDS[2:] for form in ("float32", "int8 cache")),
     *(
         pytest.param(kind, form, numbers, count, marks=pytest.mark.slow)
         for form in FORMS

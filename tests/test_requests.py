@@ -155,18 +155,6 @@ def test_no_schedule_changes_prompt_logprobs(budget, num_kv_blocks, tmp_path_fac
         assert completion.cumulative_logprob == pytest.approx(sum(drawn))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_prompt_logprobs_of_a_neighbor_change_no_bit(dtype, qwen3):
-    prompts = random_prompts([20, 33])
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
-    asking = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
-    with LLM(qwen3, num_kv_blocks=20, dtype=dtype, enable_prefix_caching=False) as llm:
-        alone = llm.generate(prompts[0], params, use_tqdm=False)[0]
-        beside = llm.generate(prompts, [params, asking], use_tqdm=False)
-    assert beside[0].outputs[0].logprobs == alone.outputs[0].logprobs
-    assert beside[1].prompt_logprobs is not None
-
-
 @pytest.mark.parametrize(
     ("settings", "limit"), [({}, 20), ({"max_logprobs": 3}, 3), ({"max_logprobs": 0}, 0)]
 )

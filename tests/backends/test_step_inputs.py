@@ -65,23 +65,6 @@ def test_a_batch_has_cached_tokens_if_any_sequence_does():
     assert build_inputs(batch_of((one, 0, 3), (two, 1, 2)), 4).metadata.has_cached_tokens
 
 
-def test_a_pending_token_refers_to_a_sample_of_the_previous_step():
-    known = sequence(0, [10, 11], [7])
-    pending = sequence(1, [20, 21, 22, 23], [3, 5])
-    other = sequence(2, [30], [4])
-    before = batch_of((other, 0, 1), (known, 0, 1), (pending, 3, 4))
-    assert before.sampled_seqs == [other, pending]
-    inputs = build_inputs(batch_of((known, 1, 2), (pending, 4, 5)), 4, before)
-    assert inputs.input_ids.tolist() == [11, 0]
-    assert inputs.positions.tolist() == [1, 4]
-    assert inputs.metadata.slot_mapping.tolist() == [29, 20]
-    assert inputs.sample_rows.tolist() == [0, 1]
-    assert inputs.pending_rows.tolist() == [1]
-    assert inputs.pending_samples.tolist() == [1]
-    with pytest.raises(KeyError):  # no step samples it
-        build_inputs(batch_of((pending, 4, 5)), 4)
-
-
 def test_decodes_are_padded_with_sequences_in_the_null_block():
     first, second = sequence(0, [10, 11, 12, 13, 14], [7, 2]), sequence(1, [20], [3])
     inputs = build_inputs(batch_of((first, 4, 5), (second, 0, 1)), 4)
