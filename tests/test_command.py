@@ -157,9 +157,6 @@ def test_wheel_contains_every_file_of_the_package():
         assert packaged >= {path for path in folder.iterdir() if path.is_file()}
 
 
-# ---- a wheel and a source distribution, installed and used ----------------------------------------
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Return a folder with a wheel and a source distribution of the files under version control."""

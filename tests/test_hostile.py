@@ -84,8 +84,6 @@ def engine(request, model):
 # For tests of what happens before a step
 once = pytest.mark.parametrize("engine", [True], indirect=True)
 
-# ---- a request that cannot be sampled ----
-
 
 @once
 @pytest.mark.parametrize("word", ["beyond", "\u200b", "\ud800"])
@@ -139,8 +137,6 @@ def test_chat_template_that_fails_or_writes_too_much_is_a_value_error(template, 
         with pytest.raises(ValueError, match=message):
             engine[0].chat([{"role": "user", "content": content}], chat_template=template)
 
-
-# ---- no request can affect another one ----
 
 word = st.one_of(
     st.text(st.sampled_from("aé日\u200b \ud800\x00e"), min_size=1, max_size=4), st.just("beyond")
@@ -201,9 +197,6 @@ def test_no_request_changes_the_tokens_of_another(engine, requests):
     assert run_beside(llm, intrude)[0] == alone
 
 
-# ---- many requests ----
-
-
 @pytest.mark.parametrize("backwards", [False, True])
 def test_aborting_waiting_requests_takes_linear_time(backwards, model):
     def seconds(number):
@@ -241,9 +234,6 @@ def test_request_of_many_samples_knows_cheaply_whether_it_is_finished(model, mon
         llm.abort_request("x")
 
 
-# ---- text ----
-
-
 @pytest.mark.parametrize(
     ("token_ids", "text"),
     [([*[0xFF] * 1000, 65], "\ufffd" * 1000 + "A"), ([66, *[256] * 500, 67], "BC")],
@@ -271,9 +261,6 @@ def test_characters_among_invalid_bytes_are_kept():
             detokenizer.append(token_id)
         detokenizer.finish()
         assert detokenizer.text == tokenizer.decode([*ids, 65])
-
-
-# ---- threads ----
 
 
 def test_fork_cannot_use_the_engine(babbler):
@@ -322,9 +309,6 @@ def test_threads_may_use_an_engine_one_after_another(babbler):
         assert llm.abort_request("unfinished")[0].outputs[0].finish_reason == "abort"
 
 
-# ---- signals ----
-
-
 def test_ctrl_c_while_loading_unpins_the_thread(model, default_sigint, monkeypatch):
     leave, left = PinnedThreads.__exit__, []
 
@@ -370,8 +354,6 @@ def test_ctrl_c_at_any_line_of_generate_leaves_no_request(num_places, engine, de
     assert interrupt_generate(engine[0], num_places) > num_places
 
 
-# ---- the end of the process ----
-
 IN_TRAFFIC = """
 import asyncio, sys, threading, time
 from nanoengine import AsyncLLM, SamplingParams
@@ -399,9 +381,6 @@ def test_process_that_ends_with_running_requests_exits_cleanly(end, babbler):
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == (3 if end else 0), done.stderr
     assert "Fatal" not in done.stderr
-
-
-# ---- the scripts ----
 
 
 @pytest.fixture(scope="module")

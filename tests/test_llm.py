@@ -163,8 +163,6 @@ def test_end_of_sequence_stop_tokens_and_min_tokens(tmp_path):
         assert run(stop=["b", "z" * 30], min_tokens=3, max_tokens=4, ignore_eos=True)[2] == "length"
 
 
-# ---- bad requests ----
-
 BAD_PROMPTS: dict[str, list] = {
     "prompt is empty": ["", [[]], [[1, 2], []], ["ok", ""]],
     r"token ids in \[0, 257\), got 384": [[1, VOCAB * 3]],
@@ -265,9 +263,6 @@ def test_generation_stops_at_max_model_len(qwen3):
 def test_bad_setting_is_rejected_by_name(settings, error, name, qwen3):
     with pytest.raises(error, match=name):
         LLM(qwen3, **settings)
-
-
-# ---- failures in the middle, and driving the engine by hand ----
 
 
 def test_ids_may_be_aborted_twice_or_after_they_finished(llm):

@@ -109,9 +109,6 @@ def test_a_choice_that_a_step_has_scheduled_already_is_an_error():
         llm.generate([[5], [6]], params, use_tqdm=False)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -148,9 +148,6 @@ def test_other_batch_formats_and_taken_columns_are_refused(predictor):
         predictor(table(["a"], error=[None]))
 
 
-# ---- a real cluster ----
-
-
 class Watched(Predictor):
     """Writes each engine's number of threads to a file of a directory. May kill itself once."""
 

@@ -122,9 +122,6 @@ def test_step_returns_outputs_of_the_requested_kind(tmp_path):
     }
 
 
-# ---- log-probabilities of prompts ----
-
-
 @pytest.mark.parametrize("budget", [8192, 7])
 @pytest.mark.parametrize("num_kv_blocks", [100, 9])
 def test_no_schedule_changes_prompt_logprobs(budget, num_kv_blocks, tmp_path_factory):
@@ -176,9 +173,6 @@ def test_minus_one_reports_and_allows_all_logprobs_of_the_vocabulary(qwen3):
         assert len(output.outputs[0].logprobs[0]) == len(output.prompt_logprobs[1]) == 128
         with pytest.raises(ValueError, match="allowed: 128; the size of the vocabulary"):
             llm.generate([1, 2, 3], SamplingParams(logprobs=129))
-
-
-# ---- sampling features end to end ----
 
 
 BEFORE = ["", " ", "\n", "\t", *string.punctuation, "\n\n", ".\n", " (", ' "', ") ", "**"]
@@ -360,9 +354,6 @@ def test_token_ids_must_be_integers_in_the_vocabulary():
     for wrong, found in (([1, 10], 10), ([-1, 1], -1), ([1, 2**70], 2**70), ([np.int32(-5)], -5)):
         with pytest.raises(ValueError, match=rf"token ids in \[0, 10\), got {found}"):
             check_prompt_ids(wrong, 10)
-
-
-# ---- prompts far too long are rejected early, and prompts that fit never are ----
 
 
 def tokenizer_of(normalizer=None, pre_tokenizer=None, model=None):

@@ -49,9 +49,6 @@ def handled():
     assert found == [handler] * len(USERS)
 
 
-# ---- the block ----
-
-
 def test_a_block_delays_every_signal_and_handles_each_in_order_of_arrival(handled):
     noted, _ = handled
     order = [USERS[2], USERS[0], USERS[2], USERS[1]]
@@ -154,9 +151,6 @@ def test_a_signal_at_any_line_of_a_block_raises_once_and_every_handler_comes_bac
             block()
         assert noted == [number], at
         assert not any(isinstance(signal.getsignal(one), _Delay) for one in USERS), at
-
-
-# ---- code that catches any exception ----
 
 
 def alarm_in(owner, name, monkeypatch, error=None):

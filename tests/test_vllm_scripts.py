@@ -35,9 +35,6 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-# ---- LLM.generate ----
-
-
 def test_settings_of_vllm_that_change_nothing_are_accepted():
     """The old signature's arguments at their defaults, and what offline benchmarks pass."""
     settings = {
@@ -134,8 +131,6 @@ def test_priorities(alphabet):
         assert early.metrics.finished_time < late.metrics.first_scheduled_time
 
 
-# ---- LLM.chat ----
-
 CONVERSATION = [{"role": "system", "content": "You are a helpful assistant"}]
 
 
@@ -190,9 +185,6 @@ def test_last_message_can_be_continued(llm):
     assert texts(llm.chat(messages, GREEDY, **settings)) == ["nop"]
 
 
-# ---- LLMEngine ----
-
-
 def test_args_can_be_passed_as_a_dict(alphabet):
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
@@ -203,9 +195,6 @@ def test_args_can_be_passed_as_a_dict(alphabet):
     with LLM(**settings) as llm:
         assert texts(llm.generate("a", GREEDY)) == ["bcd"]
         assert llm.llm_engine.max_model_len == 64
-
-
-# ---- EngineArgs on a command line ----
 
 
 def test_every_parser_argument_is_accepted_by_an_engine_at_its_default():
@@ -234,9 +223,6 @@ def test_command_line_settings_take_effect_or_are_refused_by_name(capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(TypeError, match="model"):
         EngineArgs.from_cli_args(argparse.Namespace(seed=1))
-
-
-# ---- vLLM's examples ----
 
 
 def test_the_generate_example(alphabet):
@@ -280,9 +266,6 @@ def test_the_llm_engine_example(babbler):
     assert {output.request_id: len(output.outputs) for output in finished} == {"0": 1, "1": 1, "2": 2}
 
 
-# ---- AsyncLLM ----
-
-
 def test_async_request_keeps_its_params_while_it_waits(alphabet):
     async def main():
         async with AsyncLLM(alphabet, max_concurrent_requests=1) as engine:
@@ -313,9 +296,6 @@ def test_bad_async_request_does_not_affect_others(alphabet):
     assert asyncio.run(main()).outputs[0].text == "bcd"
 
 
-# ---- metrics ----
-
-
 def test_metrics_count_by_reason_label_and_bucket(alphabet):
     with LLM(alphabet, max_model_len=64, num_kv_blocks=20) as llm:
         llm.generate("a", SamplingParams(temperature=0, max_tokens=30, stop="f"))
@@ -342,9 +322,6 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
     assert total.count == 2
     first = by_name["vllm:time_to_first_token_seconds"].sum
     assert 0 < by_name["vllm:request_queue_time_seconds"].sum < first < total.sum
-
-
-# ---- what is rejected ----
 
 
 @pytest.mark.parametrize(

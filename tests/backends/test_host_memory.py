@@ -77,8 +77,6 @@ def test_allocating_more_memory_than_there_is_raises_a_runtime_error():
             zeros_on_large_pages((size,), torch.int8)
 
 
-# ---- How much memory there is --------------------------------------------------------------------
-
 GIB = 2**30
 V2, V1 = "0::/a/b", "4:memory:/a/b"
 NAMES = {  # version -> the folder of its groups, the names of limit and use, the start of the counts' names
@@ -190,8 +188,6 @@ def test_limits_of_the_process_bound_the_available_memory(kind, used):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
-
-# ---- How much time of the CPUs there is ----------------------------------------------------------
 
 CPU_NAMES = {  # version -> the line of the membership, the folder of its groups
     2: ("0::/a/b", "sys/fs/cgroup"),

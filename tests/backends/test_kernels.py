@@ -228,8 +228,6 @@ def test_rows_of_packed_integers_are_unpacked(dtype, bits):
     assert torch.equal(packed.rows(rows), weight.dequantize(dtype)[rows])
 
 
-# ---- Layers with states --------------------------------------------------------------------------
-
 SOURCES, TARGETS = torch.tensor([2, 0, 5]), torch.tensor([2, 4, 1])  # in place, or to another
 
 

@@ -105,8 +105,6 @@ def test_compiled_code_writes_keys_and_values_to_their_slots_and_nowhere_else(dt
         backend.write_kv(*caches, *kv, torch.tensor([9, 9, 15, 4, 6]))
 
 
-# ---- What the interpreter notices ----------------------------------------------------------------
-
 PTX = """.visible .entry kernel(
 	.param .u64 .ptr .global kernel_param_0,
 	.param .u64 .ptr .global kernel_param_1

@@ -84,8 +84,6 @@ def test_every_test_that_runs_kernels_runs_on_a_gpu_too():
             assert "gpu" in {mark.name for mark in test.pytestmark}, name
 
 
-# ---- Against dense attention ---------------------------------------------------------------------
-
 SHORT = [(1, 1), (1, 40), (5, 33), (7, 7), (1, 17)]
 FEW = [*SHORT, (20, 30), (1, 70)]
 HALF, MAX_SPAN = torch.bfloat16, MAX_SPLITS * MIN_SPAN
@@ -150,9 +148,6 @@ SLOW_CASES = [
 def test_any_batch_and_layer_equals_dense_attention(lens, settings):
     backend = Int8TritonAttention if settings.get("int8") else TritonAttention
     check_attention(backend, lens, device=DEVICE, **{"block_size": 16, **settings})
-
-
-# ---- A result does not depend on the batch -------------------------------------------------------
 
 
 def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
@@ -256,9 +251,6 @@ def test_a_tile_writes_its_own_rows_and_no_others(monkeypatch):
     assert out[written:].isnan().all()
 
 
-# ---- Through the engine --------------------------------------------------------------------------
-
-
 CHUNKS = {"num_kv_blocks": 5, "max_num_batched_tokens": 30}  # and preemption
 
 
@@ -313,8 +305,6 @@ def test_an_int8_cache_gives_pytorch_s_tokens(more, in_float32, tmp_path_factory
     assert answers[1:] == answers[:1] * 3
 
 
-# ---- Whether it can run --------------------------------------------------------------------------
-
 SPEC = KVSpec(2, 20, 24, torch.bfloat16)
 EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 
@@ -340,9 +330,6 @@ def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
     assert try_it() == "it failed when tried: RuntimeError: Failed to find C compiler."
     monkeypatch.setattr(backend, "_attend_kernel", Idle())
     assert try_it() == "it computed wrong results when tried"
-
-
-# ---- Compiling, which needs no GPU ---------------------------------------------------------------
 
 
 def launches_of(

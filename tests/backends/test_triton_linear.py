@@ -129,8 +129,6 @@ def test_rows_and_bytes_are_those_of_the_quantized_weight(shape):
     assert sum(x.nbytes for x in layer.buffers()) == num_outputs * padded * bits // 8 + scales
 
 
-# ---- Through the engine --------------------------------------------------------------------------
-
 ON_A_GPU = {"attn_backend": "triton", "block_size": 16, "max_num_seqs": 2, "max_model_len": 64}
 
 
@@ -270,9 +268,6 @@ def test_a_kernel_that_works_is_used(flash_doubles):
     backend.try_out.cache_clear()
     for shape in (ODD, BYTES):
         backend.try_out(backend.Form(shape[2], shape[3], int(shape[4])), BRAIN, torch.device(DEVICE))
-
-
-# ---- Compiling, which needs no GPU ---------------------------------------------------------------
 
 
 def launch_of(num_tokens, shape, dtype, generation, monkeypatch):

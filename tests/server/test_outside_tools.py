@@ -251,8 +251,6 @@ def test_guidellm(path, run, url, tmp_path):
     assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {8}
 
 
-# ---- lm-eval ----
-
 TASK = """
 task: NAME
 dataset_path: json

@@ -184,9 +184,6 @@ def test_the_javascript_has_at_most_1460_lines():
     assert sum(len(path.read_text().splitlines()) for path in files) <= 1460
 
 
-# ---- in a browser -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory, model):
     """The live page in a browser. At the end its console has to be empty."""
