@@ -31,12 +31,9 @@ def requests(number: int = 40) -> tuple[list[list[int]], list[SamplingParams]]:
         prompts[i][:100] = prompts[0][: min(100, len(prompts[i]))]
         prompts[i - 1] = (prompts[i][-7:] * 9)[: len(prompts[i - 1])]
     settings = [(rng.choice([0, 1]), rng.choice([None, None, 1]), i) for i in range(number)]
-    return prompts, [
-        SamplingParams(
-            temperature=heat, prompt_logprobs=asked, seed=i, logprobs=2, max_tokens=6, ignore_eos=True
-        )
-        for heat, asked, i in settings
-    ]
+    common: dict[str, Any] = {"logprobs": 2, "max_tokens": 6, "ignore_eos": True}
+    params = [SamplingParams(temperature=t, prompt_logprobs=n, seed=i, **common) for t, n, i in settings]
+    return prompts, params
 
 
 def schedule(rng: random.Random, store: Path, kind: str) -> dict[str, Any]:

@@ -68,14 +68,12 @@ def compile_launch(kernel: Any, named: dict[str, Any], options: dict[str, int], 
 
     constant = {param.name for param in kernel.params if param.is_constexpr}
     constants = {name: x for name, x in named.items() if name in constant or x is None}
+    kinds = {float: "fp32", int: "i32"}
     signature = {
-        name: "constexpr"
-        if name in constants
-        else TYPES[x.dtype]
-        if isinstance(x, torch.Tensor)
-        else {float: "fp32", int: "i32"}[type(x)]
+        name: TYPES[x.dtype] if isinstance(x, torch.Tensor) else kinds.get(type(x))
         for name, x in named.items()
     }
+    signature |= dict.fromkeys(constants, "constexpr")
     aligned = {
         (param.num,): [["tt.divisibility", 16]]
         for param in kernel.params
@@ -118,15 +116,9 @@ class Emulated(Recorder):
             if isinstance(x, torch.Tensor)
         )
         addresses = iter(memory.addresses)
-        arguments = [
-            next(addresses)
-            if isinstance(x, torch.Tensor)
-            else np.float32(x)
-            if type(x) is float
-            else np.int32(x)
-            for name, x in named.items()
-            if x is not None and not params[name].is_constexpr
-        ]
+        values = ((name, x) for name, x in named.items() if x is not None and not params[name].is_constexpr)
+        kinds: dict[type, Any] = {float: np.float32, int: np.int32}
+        arguments = [next(addresses) if isinstance(x, torch.Tensor) else kinds[type(x)](x) for _, x in values]
         x, y, z = shape = (*grid, 1, 1)[:3]
         indices = ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
         return (Cta(kernel, memory, arguments, index, shape) for index in indices), memory

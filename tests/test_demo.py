@@ -16,13 +16,8 @@ from nanoengine.cli import chat, run
 from tests.helpers import DEMO, THINKING_TEMPLATE, thinking_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=250)
-TASKS = {
-    "sum": train.ask_sum,
-    "count": train.ask_count,
-    "backwards": train.ask_backwards,
-    "primes": train.ask_primes,
-    "passage": lambda rng: train.ask_passage(rng, 20),
-}
+TASKS = {name: getattr(train, f"ask_{name}") for name in ("sum", "count", "backwards", "primes")}
+TASKS["passage"] = lambda rng: train.ask_passage(rng, 20)
 
 
 def conversation(question: str) -> list[dict[str, str]]:

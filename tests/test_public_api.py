@@ -48,10 +48,7 @@ def test_modules_are_imported_only_when_needed():
     scheduler, llm, answer = (line.split() for line in run.stdout.splitlines())
     unwanted = (
         "transformers",
-        "nanoengine.models",
-        "nanoengine.checkpoints",
-        "nanoengine.llm",
-        "nanoengine.requests",
+        *(f"nanoengine.{name}" for name in ("models", "checkpoints", "llm", "requests")),
     )
     unwanted += tuple(f"nanoengine.backends.{name}" for name in ("cpu", "cuda", "flash", "triton"))
     assert "nanoengine.engine" in scheduler

@@ -199,10 +199,8 @@ def trained_tokenizer(kind):
         backend.train_from_iterator(corpus(), trainer)
     elif kind == "wordpiece":
         backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
-        backend.normalizer, backend.pre_tokenizer = (
-            tokenizers.normalizers.BertNormalizer(),
-            pre.BertPreTokenizer(),
-        )
+        backend.normalizer = tokenizers.normalizers.BertNormalizer()
+        backend.pre_tokenizer = pre.BertPreTokenizer()
         backend.train_from_iterator(corpus(), trainers.WordPieceTrainer(vocab_size=90, **settings))
     else:  # SentencePiece's, which does not merge marks with letters
         used = pre.Metaspace(prepend_scheme="never" if kind == "llama" else kind.removeprefix("unigram "))

@@ -100,9 +100,8 @@ def test_a_product_with_a_packed_weight_equals_the_plain_product(dtype, num_inpu
             assert out.dtype == dtype
             # Sums are float32's; what is stored has the type's rounding.
             torch.testing.assert_close(out.double(), exact, rtol=rounding, atol=2e-5 + 1e-6 * num_inputs)
-            assert torch.equal(
-                packed_product(kernels, x[3:5], weight, b), out[3:5]
-            )  # whatever the others are
+            few = packed_product(kernels, x[3:5], weight, b)
+            assert torch.equal(few, out[3:5]), "a row depends on the others"
             by_two = packed_product(kernels, x.unflatten(0, (-1, 1)), weight, b)  # rows of any shape
             assert torch.equal(by_two, out.unsqueeze(1))
 
@@ -539,11 +538,8 @@ def test_the_kernels_are_right_where_the_system_does_not_grant_amx():
 
 def test_concatenated_layers_with_other_bits_groups_and_zeros_keep_their_weights():
     torch.manual_seed(0)
-    parts = [
-        quantized(6, 64, 4, 32, has_zeros=False),
-        quantized(3, 64, 8, 16, has_zeros=True),
-        quantized(5, 64, 4, 64, has_zeros=True),
-    ]
+    shapes = (6, 64, 4, 32, False), (3, 64, 8, 16, True), (5, 64, 4, 64, True)
+    parts = [quantized(*shape) for shape in shapes]
     whole = Quantized.cat(parts)
     assert (whole.bits, whole.group) == (8, 16)
     expected = torch.cat([part.dequantize(torch.float32) for part in parts])

@@ -170,10 +170,8 @@ def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
         tables.append(free[:count])
         free = free[count:]
         held = (tables[-1][:, None] * block_size + torch.arange(block_size)).flatten()[:total]
-        cache.k.flatten(0, 1)[held[:-length]], cache.v.flatten(0, 1)[held[:-length]] = (
-            k[:-length],
-            v[:-length],
-        )
+        for old, held_numbers in ((cache.k, k), (cache.v, v)):
+            old.flatten(0, 1)[held[:-length]] = held_numbers[:-length]
         slots.append(held[-length:])
         new.append((q, k[-length:], v[-length:]))
     for _ in range(num_padding):

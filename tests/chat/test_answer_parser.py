@@ -218,13 +218,9 @@ def noted(note):
     return json.dumps({"name": "add", "arguments": {"note": note}}, ensure_ascii=False)
 
 
-TAGS_OF_VALUES = (
-    "<tool_call> </tool_call> <function=add> </function> <parameter=b> </parameter> [ARGS] <escape> "
-)
-TAGS_OF_VALUES += (
-    '[TOOL_CALLS] <|call|> <|end|> <|channel|> <|message|> <|"|> <|tool_call> <tool_call|> <think> '
-)
-TAGS_OF_VALUES += "</think> <|python_tag|> <start_function_call> <end_function_call>"
+TAGS_OF_VALUES = "<tool_call> </tool_call> <function=add> </function> <parameter=b> </parameter> [ARGS] "
+TAGS_OF_VALUES += '[TOOL_CALLS] <|call|> <|end|> <|channel|> <|message|> <|"|> <|tool_call> <tool_call|> '
+TAGS_OF_VALUES += "<think> </think> <escape> <|python_tag|> <start_function_call> <end_function_call>"
 WORDS_OF_VALUES = ["a", " ", "\n", '"', "\\", "'", "{", "}", "[1]", "\u00e9", EXAMPLE, CODER_END]
 WORDS_OF_VALUES += [*TAGS_OF_VALUES.split(), *(write("x") for write in list(CALLS.values())[2:])]
 
@@ -237,11 +233,8 @@ def can_be_written(calls, value):
         return True
     rest = value.replace(EXAMPLE, "")
     is_clear = not re.search(r"</parameter>\s*(<parameter=|</function>\s*</tool_call>|\Z)", rest)
-    return (
-        is_clear
-        and not re.search(r"<tool_call>\s*<function=", rest)
-        and not (rest != value and CODER_END in rest)
-    )
+    begins_another = re.search(r"<tool_call>\s*<function=", rest) or (rest != value and CODER_END in rest)
+    return is_clear and not begins_another
 
 
 @pytest.mark.parametrize("calls", CALLS)
@@ -297,19 +290,11 @@ def test_without_tools_text_like_a_call_stays_text():
         assert taken_apart(parser_of(calls, tools=()), [text]) == [("content", text)]
 
 
-TAGS_OF_ANSWERS = (
-    '{ } " ] "}} ; ``` json <|channel> <channel|> analysis final commentary <|start|>assistant <|return|> '
-)
-TAGS_OF_ANSWERS += '<|constrain|> note:<|"|> [CALL_ID] call:add{ note:<escape> <escape>}'
-WORDS_OF_ANSWERS = [
-    "\n",
-    " ",
-    "thought\n",
-    '{"name": "add", "arguments": {"note": "',
-    " to=functions.add",
-    " to=add",
-]
-WORDS_OF_ANSWERS += [CODER, CODER_END, "<parameter=note>\n", '{"note": "', *TAGS_OF_ANSWERS.split()]
+TAGS_OF_ANSWERS = '{ } " ] "}} ; ``` json <|channel> <channel|> analysis final commentary <|start|>assistant '
+TAGS_OF_ANSWERS += '<|return|> <|constrain|> note:<|"|> [CALL_ID] call:add{ note:<escape> <escape>}'
+WORDS_OF_ANSWERS = ["\n", " ", "thought\n", '{"name": "add", "arguments": {"note": "', " to=functions.add"]
+WORDS_OF_ANSWERS += [" to=add", CODER, CODER_END, "<parameter=note>\n", '{"note": "']
+WORDS_OF_ANSWERS += TAGS_OF_ANSWERS.split()
 WORDS_OF_ANSWERS += [word for word in WORDS_OF_VALUES if word[0] in "<["]
 
 
@@ -493,14 +478,8 @@ def test_the_chat_template_selects_the_formats(template, calls, reasoning):
 
 
 # A mark of the chat template of each model whose added tokens the tests know
-MARKS = {
-    "Qwen 3": "<tool_call> <think>",
-    "Llama 3.1": "<|python_tag|>",
-    "Mistral": "[TOOL_CALLS]",
-    "Gemma 3": "",
-    "gpt-oss": "<|channel|>",
-    "DeepSeek R1": "<think>",
-}
+MARKS = {"Qwen 3": "<tool_call> <think>", "Llama 3.1": "<|python_tag|>", "Mistral": "[TOOL_CALLS]"}
+MARKS |= {"Gemma 3": "", "gpt-oss": "<|channel|>", "DeepSeek R1": "<think>"}
 
 
 @pytest.mark.parametrize("model", MARKS)
@@ -512,10 +491,8 @@ def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model,
     logits = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
     if formats.reasoning == "deepseek_r1":
         logits[:, tokenizer.convert_tokens_to_ids("</think>")] += 4
-    path, wanted = (
-        table_checkpoint(tmp_path, logits, (), model),
-        StructuredOutputsParams(json=PARAMETERS_OF_ADD),
-    )
+    path = table_checkpoint(tmp_path, logits, (), model)
+    wanted = StructuredOutputsParams(json=PARAMETERS_OF_ADD)
     with LLM(path, num_kv_blocks=100, max_model_len=512) as llm:
         for prompt in ("Hi", *(formats.reasoning == "deepseek_r1") * ("Hi<think>\n", "Hi<think></think>\n")):
             for choice, asked in (("required", None), ("auto", wanted)):

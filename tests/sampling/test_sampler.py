@@ -452,13 +452,8 @@ def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(monkeypatch)
             sample_rows(view, rows, RowSettings(rows), Download, reports_processed=processed)
         return mode.peak
 
-    choices = {
-        "top_k": (0, 20, vocab_size),
-        "top_p": (1, 0.5),
-        "min_p": (0, 0.1),
-        "repetition_penalty": (1, 1.1),
-        "logprobs": (None, 20),
-    }
+    choices = {"top_k": (0, 20, vocab_size), "top_p": (1, 0.5), "min_p": (0, 0.1)}
+    choices |= {"repetition_penalty": (1, 1.1), "logprobs": (None, 20)}
     costly = {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "logprobs": 1}
     trial, peak_processed = peak(**costly), peak(processed=True, **costly)
     greedy = {"temperature": 0, "repetition_penalty": 1.1, "logprobs": 20}

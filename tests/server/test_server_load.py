@@ -21,7 +21,9 @@ CLIENTS = 500
 MAX_TOKENS = 40
 KINDS = {"whole": 2, "stream": 10, "slow": 2, "leave": 3, "malformed": 1}  # and how often each is chosen
 MALFORMED = (
-    *(b"{", b"[" * 5000, b"\xff"),
+    b"{",
+    b"[" * 5000,
+    b"\xff",
     b'{"prompt": 7}',
     b'{"prompt": "a", "n": -1}',
     b'{"prompt": "\\ud800"}',
