@@ -4,18 +4,14 @@
 """
 
 import pydoc_data.topics
-import subprocess
-import sys
 
-import openai
 import pytest
 import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from nanoengine import LLM, AsyncLLM, SamplingParams
+from nanoengine import LLM, SamplingParams
 from tests.fetch_model import place
-from tests.serving import served
 
 MODEL = place()
 pytestmark = [
@@ -26,7 +22,6 @@ pytestmark = [
 TOPICS = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
 PROMPTS = [" ".join(topic.split()[8:40]) for topic in TOPICS if len(topic) > 400][:30]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +75,3 @@ def test_tokens_and_the_template_are_those_of_transformers(llm):
     rendered = ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert rendered == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert rendered.endswith("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_chat_and_server_give_the_answer_of_the_engine(tmp_path):
-    with LLM(MODEL, max_model_len=1024) as llm:
-        answer = llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].text
-    assert "Paris" in answer
-    command = [sys.executable, "-m", "nanoengine", "chat", str(MODEL), "--max-tokens", "24"]
-    question = QUESTION[0]["content"]
-    chat = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, check=True)
-    assert answer in chat.stdout
-    with (
-        served(AsyncLLM(MODEL, max_model_len=1024)) as (url, _),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        settings = {"model": client.models.list().data[0].id, "messages": QUESTION, "temperature": 0}
-        whole = client.chat.completions.create(max_tokens=24, **settings)
-        assert whole.choices[0].message.content == answer
-        events = client.chat.completions.create(max_tokens=24, stream=True, **settings)
-        assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == answer

@@ -35,7 +35,7 @@ from tests.attention import (
     check_attention,
     metadata_of,
 )
-from tests.helpers import checkpoint, greedy, random_prompts
+from tests.helpers import checkpoint, random_prompts
 from tests.launches import TARGETS, Recorder, compile_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -250,30 +250,6 @@ def test_a_tile_writes_its_own_rows_and_no_others(monkeypatch):
 
 
 CHUNKS = {"num_kv_blocks": 5, "max_num_batched_tokens": 30}  # and preemption
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    [
-        pytest.param("qwen3", {}, marks=at_length),
-        pytest.param("qwen3", CHUNKS, marks=at_length),
-        ("qwen2 sliding from layer 1", CHUNKS),
-        pytest.param("gemma3", CHUNKS, marks=at_length),
-    ],
-)
-def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_factory):
-    path, reference = checkpoint(model, tmp_path_factory)
-    shared = random_prompts([20], seed=5)[0]
-    prompts = [*random_prompts([3, 15, 16, 1]), shared + [7] * 5, [*shared, 8, 9]]
-    settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "block_size": 16, **settings}
-    with LLM(path, attn_backend="triton", **settings) as llm:
-        params = SamplingParams(temperature=0, max_tokens=4)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert (llm.metrics()["num_preemptions"] > 0) == (settings["num_kv_blocks"] == 5)
-        assert llm.llm_engine.runner.attention.backend is TritonAttention
-    assert [out.outputs[0].token_ids for out in outputs] == [greedy(reference, p, 4) for p in prompts]
-    assert in_float32["replay"] > 0
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
