@@ -39,13 +39,12 @@ def order_of_ends(llm, lengths):
     }
 
 
-@pytest.mark.parametrize("separator", [":", "."])
-def test_the_guide_s_policy_runs_the_shortest_job_first_and_changes_no_token(policy, separator, monkeypatch):
+def test_the_guide_s_policy_runs_the_shortest_job_first_and_changes_no_token(policy):
     lengths, settings = [40, 30, 20, 10], {"num_kv_blocks": 40, "block_size": 8, "max_num_seqs": 1}
     with LLM(DEMO, **settings) as llm:
         in_order, expected = order_of_ends(llm, lengths)
     assert in_order == [0, 1, 2, 3]
-    with LLM(DEMO, **settings, scheduler_cls=policy.replace(":", separator)) as llm:
+    with LLM(DEMO, **settings, scheduler_cls=policy) as llm:
         llm.scheduler.tokens_per_second = 0
         assert order_of_ends(llm, lengths) == ([3, 2, 1, 0], expected)
         llm.scheduler.tokens_per_second = 1e12
@@ -138,3 +137,16 @@ def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path_fa
         LLM(path, num_state_slots=4, scheduler_cls=policy)
     with LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyDraftedChoice) as llm:
         assert type(llm.scheduler) is AnyDraftedChoice
+
+
+# ---- a command --------------------------------------------------------------------------------
+
+
+def test_bench_has_a_flag_for_it(policy, monkeypatch):
+    found = {}
+    monkeypatch.setattr(bench, "LLM", lambda *args, **settings: found.update(settings) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.main(["--scheduler-cls", policy])
+    for name in found["scheduler_cls"], policy.replace(":", "."):
+        assert find_scheduler(name).__name__ == "ShortestFirst"
+    assert EngineConfig(DEMO, scheduler_cls=policy).scheduler_cls == policy

@@ -57,6 +57,7 @@ def test_the_expected_answers_follow_the_definition():
                 tokens.append(token_id)
 
 
+@pytest.mark.slow
 def test_seed_replays_the_same_bytes_in_another_process():
     other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # sets have another order there
     command = [sys.executable, "-c", "from tests.simulate import run, write; print(run(write(12)))"]
