@@ -28,77 +28,7 @@ from nanoengine.engine import Chunk, Prefix, ScheduledBatch, Scheduler, Sequence
 
 VERSION = 1
 
-# ---- the schema ----------------------------------------------------------------------------------
-# `seq` is a seq_id, which increases in order of arrival. Blocks are identified by block_id. `hits`, `taken`,
-# `blocks` and `tables` have one list per KV cache group, and most models have one group. In a block table, 0,
-# the null block, stands for a block outside the group's window.
-#
-# {"event": "start", ...} has all that does not change:
-#     version
-#     model                   hub id, or the directory's name
-#     block_size              in tokens
-#     num_blocks              usable blocks, with ids 1 to num_blocks
-#     windows                 each group's sliding window in tokens, newest included; None: no window
-#     max_num_seqs
-#     max_num_batched_tokens  the token budget of a step
-#     max_chunk_tokens        limit on the tokens of one sequence per step
-#     enable_prefix_caching
-#
-# {"event": "step", ...} has what happened since the end of the previous step:
-#     step                    from 1
-#     time_s                  when the step ended, in seconds since the trace began
-#     seconds                 per phase: schedule, inputs, forward, sample, update
-#     changes                 in order, each one of those below
-#     block_tables            {seq, tables} of the sequences whose tables changed; []: it is not running
-#     num_free_blocks, num_running, num_waiting
-#     texts                   token id -> text, for ids that are new in the trace; empty without a tokenizer
-#
-# {"change": "add", ...}      A sequence was queued.
-#     seq, priority
-#     request                 request_id; its samples are several sequences
-#     token_ids               the prompt
-#     max_num_tokens          limit on prompt plus output
-# {"change": "refuse", ...}   Too few blocks were free to admit the head of the waiting queue. All wait.
-#     seq, num_free
-#     num_needed              free blocks needed: new ones, and hits that are free
-# {"change": "admit", ...}    A waiting sequence got blocks for its tokens, or those in the window, and runs.
-#     seq
-#     hits                    prefix cache hits, at the start of its block tables
-#     revived                 the hits that were free
-#     taken                   newly allocated blocks, the rest of its block tables
-#     evicted                 the taken blocks whose registered content was lost
-#     num_computed_tokens     tokens in the hits, or one less if the hits cover the whole sequence
-# {"change": "skip", ...}     Blocks left a sliding window and are now 0 in the block tables of those groups.
-#     seq
-#     freed                   now free, in this order: group by group, the last block first
-#     shared                  still held by other sequences
-# {"change": "append", ...}   Block tables grew, to fit the sequence's next token or a draft after it.
-#     seq, taken, evicted
-# {"change": "register", ...} Blocks were registered, which the scheduled step or accepted drafts fill.
-#     seq
-#     first                   index of the first registered block in each block table
-#     blocks                  0: the block is outside the window already
-#     prefix_ids              one per index; equal for blocks with the same tokens after the same prefix
-# {"change": "schedule", ...} The batch is complete. Its tokens, except drafts, now count as computed.
-#     num_tokens
-#     chunks                  {seq, start, end, samples, draft}. samples: a token is sampled after it. draft:
-#                             the draft token's id, None for known tokens. Each draft has its own chunk, after
-#                             the chunks of the sequence's last token and earlier drafts
-# {"change": "tokens", ...}   The tokens sampled by a step arrived.
-#     of_step                 may be an earlier step, with async scheduling
-#     tokens                  {seq, token_ids, num_accepted}. Accepted drafts count as computed from here on
-#     discarded               sequences that finished before, or whose token could not be sampled
-# {"change": "free", ...}     A sequence's blocks were freed: it finished, or was preempted and waits again.
-#     seq
-#     why                     "preempted", or its finish_reason
-#     for_seq                 if preempted, the sequence that needed a block, possibly this one
-#     freed, shared           as above: the last block of the table first
-# {"change": "fail", "error"} The step raised. Running sequences wait again and keep their tokens.
-# {"change": "clear"}         All blocks became free and unregistered, after a failure or the user's reset.
-
-Event = dict[str, Any]
-
-# ---- recording -----------------------------------------------------------------------------------
+Event = dict[str, Any]  # docs/guide/trace.md explains its fields
 
 
 class Tracer:

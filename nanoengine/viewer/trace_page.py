@@ -4,7 +4,7 @@
     nanoengine trace run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
     nanoengine trace -o live.html             # the same page, with the bundled model instead of a trace
 
-The trace is what `LLM(..., trace="run.jsonl")` writes; extensions/trace.py explains its fields.
+The trace is what `LLM(..., trace="run.jsonl")` writes; docs/guide/trace.md explains its fields.
 """
 
 import base64

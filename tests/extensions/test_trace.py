@@ -5,6 +5,7 @@ import json
 import re
 import weakref
 from collections import OrderedDict, deque
+from pathlib import Path
 
 import pytest
 from hypothesis.stateful import invariant
@@ -18,6 +19,8 @@ from nanoengine.viewer import trace_page
 from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
 from tests.laws import chain, tables_of
 from tests.test_scheduling_machine import BRIEFLY, CoreMachine, ExtendedMachine
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "trace.md"
 
 # ---- the checker: it knows the documented schema, and nothing about the writer --------------------
 
@@ -320,6 +323,8 @@ def test_a_real_engine_s_file_replays_and_its_tokens_are_the_answers(tmp_path, a
     changes = [(step["step"], change) for step in steps for change in step["changes"]]
     delays = {step - change["of_step"] for step, change in changes if change["change"] == "tokens"}
     assert delays == {int(async_scheduling)}
+    explained = {*re.findall(r"\w+", GUIDE.read_text().split("## The format of a trace")[1])}
+    assert {name for event in (start, *steps, *(one for _, one in changes)) for name in event} <= explained
 
 
 # ---- by hand -------------------------------------------------------------------------------------
