@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from nanoengine.chat.call_arguments import PARAMETER, CallEnd, cast_to, listed, read_calls, read_content
+from nanoengine.chat.call_arguments import (
+    PARAMETER,
+    CallEnd,
+    cast_to,
+    kinds_of,
+    listed,
+    read_calls,
+    read_content,
+)
 from nanoengine.extensions.structured.json_schemas import closed, literal
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import StructuredOutputsParams
@@ -295,10 +303,7 @@ class AnswerParser:
         max_calls: int = MANY,
     ) -> None:
         self.max_calls, self.num_calls = max_calls, 0
-        self.schemas = {
-            tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {}
-            for tool in tools
-        }
+        self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         own, prefix = formats.template, prompt
         if own is None or forced or is_structured:
             fields = formats.fields(bool(tools), forced, is_structured)
@@ -316,7 +321,7 @@ class AnswerParser:
         if not tools:
             spec.fields.pop("tool_calls", None)
         # Calls are read here and not by transformers, so that a call that cannot be read stays text.
-        self.call_field = spec.fields.get("tool_calls")
+        self.call_field: Any = spec.fields.get("tool_calls")
         self.region = spec.implicit  # the open field's name; None: text is dropped
 
         def tags(name: str, kind: str, region: str | None) -> list[Tag]:
@@ -495,8 +500,12 @@ class AnswerParser:
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise ValueError("no arguments")
-        schemas = self.schemas.get(call["name"], {})
-        arguments = {name: cast_to(schemas.get(name), one) for name, one in arguments.items()}
+        schema = self.schemas.get(call["name"], {})
+        members = schema.get("properties") or {}
+        for name, value in arguments.items():
+            kinds = kinds_of(members.get(name, schema.get("additionalProperties")), schema) or {"string"}
+            if self.call_field.content != "json" or "string" not in kinds:  # JSON says what is a string
+                arguments[name] = cast_to(kinds, value)
         return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
 
 

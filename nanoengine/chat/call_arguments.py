@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.utils.chat_parsing.content_parsers import process_field
 
+from nanoengine.extensions.structured.json_schemas import target_of
+
 # The arguments of qwen3_coder. Marks a field that `read_parameters` reads, whose rules no pattern expresses.
 PARAMETER = r"<parameter=(?P<key>[^>\n]{1,99})>\n?(?P<value>.*?)\n?</parameter>"
 BEGIN, END = r"<tool_call>\s{0,9}<function=", r"</function>\s{0,9}</tool_call>"
@@ -159,17 +161,41 @@ def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
     return "".join([*pieces, with_keys(text[position:])])
 
 
-def cast_to(schema: Any, value: Any) -> Any:
-    """Convert a value written as text to the type in its schema. Returns it unchanged if that fails."""
-    kinds = listed(schema.get("type", "string")) if isinstance(schema, dict) else ["string"]
-    if not isinstance(value, str) or "string" in kinds:
+def cast_to(kinds: set[str], value: Any) -> Any:
+    """Convert a value written as text to one of these types of JSON. Returns it unchanged if that fails."""
+    if not isinstance(value, str) or kinds == {"string"}:
         return value
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             found = read(value.strip())
             json.dumps(found, allow_nan=False)  # rejects Python values that JSON cannot hold, such as sets
-            return found
+            # What is none of the types is more likely text, if text is one of them.
+            return found if "string" not in kinds or (kinds - {"string"}) & NAMES[type(found)] else value
     return value
+
+
+NAMES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"}, dict: {"object"}}
+NAMES |= {list: {"array"}, tuple: {"array"}, type(None): {"null"}}
+
+
+def kinds_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
+    """Return the types that a JSON schema names anywhere but in its members. Empty: it names none.
+
+    >>> sorted(kinds_of({"anyOf": [{"$ref": "#/$defs/n"}, {"const": None}]}, {"$defs": {"n": {"enum": [7]}}}))
+    ['integer', 'null', 'number']
+    """
+    if not isinstance(schema, dict):
+        return set()
+    seen, kinds = set() if seen is None else seen, {*map(str, listed(schema.get("type", [])))}
+    for value in [*listed(schema.get("enum", [])), *([schema["const"]] if "const" in schema else [])]:
+        kinds |= NAMES[type(value)]
+    kinds |= {"object"} if "properties" in schema else set()
+    kinds |= {"array"} if schema.keys() & {"items", "prefixItems"} else set()
+    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in listed(schema.get(name, []))]
+    if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
+        seen.add(reference)
+        parts.append(target_of(reference, root))
+    return kinds.union(*(kinds_of(part, root, seen) for part in parts))
 
 
 def listed(value: Any) -> list[Any]:

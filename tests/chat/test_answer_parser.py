@@ -435,6 +435,53 @@ def test_an_argument_that_is_not_json_stays_text():
         assert found == [("tool_calls", {"name": "f", "arguments": {"x": value}})]
 
 
+OPTIONAL = [{"type": "integer"}, {"type": "null"}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"anyOf": OPTIONAL}, {"7": 7, "null": None, "None": None, "x": "x"}),
+        ({"oneOf": OPTIONAL}, {"7": 7, "null": None}),
+        ({"allOf": [{"type": "integer"}, {"minimum": 0}]}, {"7": 7}),
+        ({"$ref": "#/$defs/count"}, {"7": 7}),
+        ({"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]}, {"7": 7, "null": None}),
+        ({"enum": [1, 2.5, None]}, {"1": 1, "2.5": 2.5, "null": None}),
+        ({"enum": ["1", "2"]}, {"1": "1"}),
+        ({"const": True}, {"true": True, "True": True}),
+        ({"const": "7"}, {"7": "7"}),
+        ({"properties": {"x": {}}}, {'{"x": 1}': {"x": 1}}),
+        ({"items": {"type": "string"}}, {'["a"]': ["a"]}),
+        ({"type": ["string", "null"]}, {"null": None, "7": "7", '"a"': '"a"', "[1]": "[1]"}),
+        ({"type": ["string", "integer"]}, {"7": 7, "7.5": "7.5", "true": "true"}),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, {"[1]": [1], '["a': '["a', "(1,)": [1]}),
+        ({"type": "number"}, {"7": 7, "7.5": 7.5}),
+        *((one, {"7": "7", "null": "null"}) for one in ({}, {"description": "d"}, True, {"type": "string"})),
+        ({"$ref": "#/properties/x"}, {"7": "7"}),
+        ({"allOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}, *OPTIONAL]}, {"7": 7}),
+    ],
+    ids=str,
+)
+def test_arguments_written_as_text_get_the_types_of_their_schema(schema, written):
+    """In calls that are JSON, a string is a string."""
+    definitions = {"count": {"type": "integer"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}] * 30}}
+    parameters = {"type": "object", "$defs": definitions, "properties": {"x": schema}}
+    for more in ({}, {"properties": {}, "additionalProperties": schema}):
+        if more and "#/properties" in str(schema):
+            continue
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters | more}}
+        for text, value in written.items():
+            call = (
+                f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+            )
+            found = taken_apart(parser_of("qwen3_coder", tools=[tool]), [call])
+            assert found == [("tool_calls", {"name": "f", "arguments": {"x": value}})]
+            call = f"<tool_call>{json.dumps({'name': 'f', 'arguments': {'x': text}})}</tool_call>"
+            ((_, read),) = taken_apart(parser_of("hermes", tools=[tool]), [call])
+            if "string" in str(schema.get("type")) if isinstance(schema, dict) else True:
+                assert read["arguments"] == {"x": text}
+
+
 def test_a_template_whose_regions_open_and_close_without_text_ends():
     thinking = {"open_pattern": "(?=x)", "close_pattern": "(?=x)"}
     own = {"start_anchor": "<bot>", "fields": {"thinking": thinking, "content": {}}}
