@@ -1,6 +1,6 @@
 """Turns tokens into text, as they arrive."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -41,6 +41,9 @@ class Detokenizer:
     `MAX_PENDING` tokens. While the sample runs, text that may begin a stop string is held back, so that no
     emitted text has to be withdrawn. The decoder sees the prompt's end, so that the output's leading space
     is kept. `texts` are the tokenizer's fixed texts, shared between samples.
+
+    `content_of` returns the part of new text in which stop strings count, such as an answer's content without
+    its reasoning. If it is given, the text is not cut at a stop string: its reader cuts the content.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class Detokenizer:
         prompt_token_ids: list[int],
         params: SamplingParams,
         texts: TokenTexts | None = None,
+        content_of: Callable[[str], str] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.content_of = tokenizer, content_of
         self.texts = TokenTexts(tokenizer, params.skip_special_tokens) if texts is None else texts
         self.params = params
         # The text may end with all but the last character of a stop string.
@@ -77,10 +81,18 @@ class Detokenizer:
         new = (not self.pending and self.texts[token_id]) or self._decode(token_id)
         if not new:
             return None
+        return self._add(new)
+
+    def _add(self, new: str) -> str | None:
+        """Add text. Returns the stop string that it completes."""
         if not self.params.stop_strings:
             self.pieces.append(new)
             return None
-        return self._take(new)
+        if self.content_of is None:
+            return self._take(new)
+        num_pieces, stop = len(self.pieces), self._take(self.content_of(new))
+        self.pieces[num_pieces:] = [new]
+        return stop
 
     def _take(self, new: str) -> str | None:
         """Add text, and hold back its end if there are stop strings. Returns the stop string it completes."""
@@ -106,8 +118,9 @@ class Detokenizer:
         """End the output: emit the text held back, and the whole characters of the pending tokens."""
         if self.pending:
             end = self.tokenizer.decode(self.pending, skip_special_tokens=self.params.skip_special_tokens)
-            self._take(end.rstrip("\ufffd"))
-        self.pieces.append(self.held_back)
+            self._add(end.rstrip("\ufffd"))
+        if self.content_of is None:
+            self.pieces.append(self.held_back)
         self.held_back, self.pending = "", []
 
     def new_text(self) -> str:
@@ -185,11 +198,16 @@ class Vocabulary:
                     self.names[token_id] = self.tokenizer.decode([token_id])
                 logprob.decoded_token = self.names[token_id]
 
-    def detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
+    def detokenizer(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        content_of: Callable[[str], str] | None = None,
+    ) -> Detokenizer | None:
         """Return a detokenizer for a sample, or None without a tokenizer or with detokenize=False."""
         if self.tokenizer is None or not params.detokenize:
             return None
         backend, skips = self.tokenizer.backend_tokenizer, params.skip_special_tokens
         if skips not in self.texts:
             self.texts[skips] = TokenTexts(backend, skips)
-        return Detokenizer(backend, prompt_token_ids, params, self.texts[skips])
+        return Detokenizer(backend, prompt_token_ids, params, self.texts[skips], content_of)

@@ -302,7 +302,9 @@ class LLMEngine:
                 stop_ids=checked.stop_ids,
                 bad_words=checked.bad_words,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-                detokenizer=self._vocabulary.detokenizer(checked.token_ids, params),
+                detokenizer=self._vocabulary.detokenizer(
+                    checked.token_ids, params, checked.new_parser and checked.new_parser().content_of
+                ),
                 processors=tuple(make() for make in checked.processors),
             )
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))

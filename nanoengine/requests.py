@@ -52,6 +52,7 @@ class CheckedRequest(NamedTuple):
     stop_ids: frozenset[int]  # end-of-sequence and stop tokens: sampling one ends a sequence
     bad_words: tuple[tuple[int, ...], ...]  # params.bad_words as token ids
     processors: tuple[Callable[[], Any], ...] = ()  # make a sample's `RowProcessor`s
+    new_parser: Callable[[], Any] | None = None  # makes what has a sample's `Detokenizer.content_of`
 
 
 class RequestChecker:

@@ -3,17 +3,19 @@
 import asyncio
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
-from nanoengine import requests
+from nanoengine import AsyncLLM, requests
 from nanoengine.server.process import Server
 from nanoengine.server.service import Service
 from tests.helpers import DEMO
@@ -22,6 +24,46 @@ TIMEOUT = 300.0  # seconds until a test gives up; a busy machine may need many
 # Each request opens a connection, since the server may close an idle one just as it is used again.
 http = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_keepalive_connections=0))
 COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
+
+
+TEMPLATE = """
+{%- if tools %}<|system|># Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+
+
+class Script:
+    """Makes the bundled model generate the test's text, chosen by the end of the conversation."""
+
+    def __init__(self):
+        self.says = {}
+        self.tokenizer = AutoTokenizer.from_pretrained(DEMO)
+
+    def __call__(self, prompt_ids, output_ids, logits):
+        asked = self.tokenizer.decode(prompt_ids).rpartition("<|user|>")[2]
+        text = next((text for words, text in self.says.items() if words in asked), None)
+        if text is not None:
+            wanted = self.tokenizer(text, add_special_tokens=False).input_ids
+            token_id = dict(enumerate(wanted)).get(len(output_ids), self.tokenizer.eos_token_id)
+            logits += 1000.0 * (logits.new_tensor(range(len(logits))) == token_id)
+        return logits
+
+
+@contextmanager
+def scripted(script, path, template=TEMPLATE, **settings):
+    """Yield the address and the service of a server of the bundled model that generates a script's texts."""
+    shutil.copytree(DEMO, path)
+    (path / "chat_template.jinja").write_text(template)
+    engine = AsyncLLM(str(path), num_kv_blocks=300, logits_processors=[script])
+    with closing(engine), served(engine, **settings) as found:
+        yield found
 
 
 def free_port() -> int:

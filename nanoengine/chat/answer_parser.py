@@ -26,7 +26,7 @@ from nanoengine.chat.call_arguments import (
 )
 from nanoengine.extensions.structured.json_schemas import closed, literal
 from nanoengine.outputs import CompletionOutput
-from nanoengine.sampling_params import StructuredOutputsParams
+from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 
 # ---- How models write ----------------------------------------------------------------------------
 
@@ -291,6 +291,7 @@ class AnswerParser:
         forced: whether a grammar forces the model to call the tools.
         is_structured: whether the answer is structured output: all text after the reasoning is then content.
         max_calls: limit on tool calls. Further ones are left out.
+        params: the request's, for its stop strings, which apply to content.
     """
 
     def __init__(
@@ -301,7 +302,9 @@ class AnswerParser:
         forced: bool = False,
         is_structured: bool = False,
         max_calls: int = MANY,
+        params: SamplingParams | None = None,
     ) -> None:
+        self.params, self.held_back = params or SamplingParams(), ""
         self.max_calls, self.num_calls = max_calls, 0
         self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         own, prefix = formats.template, prompt
@@ -367,6 +370,7 @@ class AnswerParser:
         content, reasoning = (
             "".join(part.value for part in parts if part.kind == kind) for kind in ("content", "reasoning")
         )
+        content = self._before_stop(content, completion)
         calls = []
         for part in parts:
             if part.kind == "tool_calls" and self.num_calls < self.max_calls:
@@ -378,6 +382,24 @@ class AnswerParser:
         if reasoning:
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
         return message | ({"tool_calls": calls} if calls else {})
+
+    def content_of(self, text: str) -> str:
+        """Add text to the answer, and return the content that this completes."""
+        return "".join(part.value for part in self.feed(text) if part.kind == "content")
+
+    def _before_stop(self, content: str, completion: CompletionOutput) -> str:
+        """Return content without what follows a stop string. Holds back what may begin one."""
+        stop, content = completion.stop_reason, self.held_back + content
+        if completion.finish_reason is None:
+            end = max(0, len(content) - max(map(len, self.params.stop_strings), default=1) + 1)
+        elif completion.finish_reason == "stop" and isinstance(stop, str):
+            # Earlier ones were among the first min_tokens.
+            end = content.rfind(stop) if self.params.min_tokens else content.find(stop)
+            end += len(stop) if self.params.include_stop_str_in_output else 0
+        else:
+            end = len(content)
+        self.held_back = content[end:]
+        return content[:end]
 
     def _parts_of(self, is_end: bool) -> Iterator[Part]:
         """Go from tag to tag like transformers' `ResponseParser`, but look at each character only once.

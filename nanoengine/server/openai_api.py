@@ -223,6 +223,9 @@ class GenerationRequest(BaseModel):
                 if "structured_outputs" in given:
                     raise ValueError("structured_outputs cannot be combined with response_format")
                 self._structured_field, given["structured_outputs"] = "response_format", asked
+            form = given.get("structured_outputs")
+            if isinstance(form, dict) and form.keys() & {"json", "json_object"}:
+                given.pop("stop", None)  # JSON ends by its grammar, and any text may be a part of it
             for name in ("logprobs", "prompt_logprobs"):  # the engine checks the upper limit
                 if (given.get(name) or 0) < 0:
                     raise ValueError(f"{name} must be at least 0, got {given[name]}")
@@ -301,6 +304,7 @@ class CompletionRequest(GenerationRequest):
     """A request to continue a text: /v1/completions."""
 
     is_chat: ClassVar[bool] = False
+    new_parser: ClassVar[None] = None
     prefix: ClassVar[str] = "cmpl"
     source: ClassVar[str] = "prompt"
     kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, piece of a stream
@@ -415,7 +419,7 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
-    _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)  # None: the whole text is content
+    _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
         """Return the request's SamplingParams. `recommended` is the checkpoint's own `max_new_tokens`."""
@@ -445,7 +449,8 @@ class ChatRequest(Conversation, GenerationRequest):
         if (choice.shown and knows_calls) or formats.reasoning or formats.template:
             tools, forced = choice.tools if choice.shown else [], choice.max_required > 0
             is_structured, max_calls = params.structured_outputs is not None, 1 if is_one else MANY
-            self._new_parser = partial(AnswerParser, formats, prompt, tools, forced, is_structured, max_calls)
+            given = formats, prompt, tools, forced, is_structured, max_calls, params
+            self._new_parser = partial(AnswerParser, *given)
             if formats.keeps_special_tokens:
                 params = replace(params, skip_special_tokens=False)
         if choice.max_required:
@@ -453,10 +458,15 @@ class ChatRequest(Conversation, GenerationRequest):
         constrained = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
         return replace(params, structured_outputs=constrained)
 
+    @property
+    def new_parser(self) -> Callable[[], AnswerParser] | None:
+        """Makes the parser of a sample, known after `fit`. None: the whole text is content."""
+        return self._new_parser
+
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """Return the text fields and tool calls of a sample's message, or of its next piece."""
         if index not in self.parsers:
-            self.parsers[index] = self._new_parser and self._new_parser()
+            self.parsers[index] = self.new_parser and self.new_parser()
         parser = self.parsers[index]
         if parser is None:
             return {"content": completion.text}

@@ -243,7 +243,8 @@ class Service:
             prompts = body.prompts(self.checkpoint.tokenizer, encode)
             params = body.fit(params, prompts, self.formats)
             try:
-                return [engine.check(one, params, body.priority or 0) for one in prompts]
+                checked = [engine.check(one, params, body.priority or 0) for one in prompts]
+                return [one._replace(new_parser=body.new_parser) for one in checked]
             except RuntimeError as error:  # the engine is closed
                 raise unavailable(str(error)) from None
 

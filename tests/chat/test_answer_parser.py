@@ -3,9 +3,7 @@
 import itertools
 import json
 import re
-import shutil
 import time
-from contextlib import closing
 
 import jsonschema
 import openai
@@ -15,11 +13,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from nanoengine import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, ToolChoice, choose_formats
 from nanoengine.server.openai_api import ChatRequest
 from tests.helpers import DEMO, byte_tokenizer, table_checkpoint
-from tests.serving import http, served
+from tests.serving import Script, http, scripted
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 
@@ -563,35 +561,6 @@ def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model,
 
 # ---- the server ----
 
-TEMPLATE = """
-{%- if tools %}<|system|># Tools
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% endif %}
-{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
-{%- for c in m.tool_calls or [] %}<tool_call>
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>
-{% endif %}{% endif %}"""
-
-
-class Script:
-    """Makes the bundled model generate the test's text, chosen by the end of the conversation."""
-
-    def __init__(self):
-        self.says = {}
-        self.tokenizer = AutoTokenizer.from_pretrained(DEMO)
-
-    def __call__(self, prompt_ids, output_ids, logits):
-        asked = self.tokenizer.decode(prompt_ids).rpartition("<|user|>")[2]
-        text = next((text for words, text in self.says.items() if words in asked), None)
-        if text is not None:
-            wanted = self.tokenizer(text, add_special_tokens=False).input_ids
-            token_id = dict(enumerate(wanted)).get(len(output_ids), self.tokenizer.eos_token_id)
-            logits += 1000.0 * (logits.new_tensor(range(len(logits))) == token_id)
-        return logits
-
 
 @pytest.fixture(scope="module")
 def script():
@@ -600,11 +569,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def running(script, tmp_path_factory):
-    path = tmp_path_factory.mktemp("tools") / "model"
-    shutil.copytree(DEMO, path)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    engine = AsyncLLM(str(path), num_kv_blocks=300, logits_processors=[script])
-    with closing(engine), served(engine) as found:
+    with scripted(script, tmp_path_factory.mktemp("tools") / "model") as found:
         yield found
 
 

@@ -1,0 +1,91 @@
+"""The chat API as clients use it: limits, stop strings, roles, histories and streams that stay open."""
+
+import json
+
+import openai
+import pytest
+
+from tests.serving import Script, post, scripted
+
+HELLO: dict = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def script():
+    return Script()
+
+
+@pytest.fixture(scope="module")
+def running(script, tmp_path_factory):
+    with scripted(script, tmp_path_factory.mktemp("clients") / "model") as found:
+        yield found
+
+
+@pytest.fixture
+def client(running):
+    return openai.OpenAI(base_url=f"{running[0]}/v1", api_key="none", max_retries=0)
+
+
+def whole_and_streamed(client, **asked):
+    """Return (content, reasoning, finish reason, stop reason) of an answer, after checking its stream."""
+    asked = {"model": "demo", **HELLO, **asked}
+    choice = client.chat.completions.create(**asked).choices[0]
+    message = choice.message
+    found = message.content, getattr(message, "reasoning", ""), choice.finish_reason, choice.stop_reason
+    pieces = [piece.choices[0] for piece in client.chat.completions.create(**asked, stream=True)]
+    content, reasoning = (
+        "".join(getattr(piece.delta, name, None) or "" for piece in pieces)
+        for name in ("content", "reasoning")
+    )
+    assert (content, reasoning, pieces[-1].finish_reason, pieces[-1].stop_reason) == found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        (
+            "<think>\nQuestion: why?\n</think>\n\nYes. Question: no",
+            ["Question:"],
+            ("Yes. ", "Question: why?", "stop", "Question:"),
+        ),
+        ("<think>a</think>a</thin", ["a</thin"], ("", "a", "stop", "a</thin")),
+        ("<think>a</think>b", ["a</thin", "think"], ("b", "a", "stop", None)),
+        ("<think>ends", ["ends"], ("", "ends", "stop", None)),
+        ("no thought, one end", ["end", "one"], ("no thought, ", "", "stop", "one")),
+        ("no th\n\n\nx", "\n\n", ("no th", "", "stop", "\n\n")),
+        ("no thought, sto", ["stop"], ("no thought, sto", "", "stop", None)),
+    ],
+)
+def test_stop_strings_apply_to_content(text, stop, expected, client, script):
+    script.says = {"Hello": text}
+    assert whole_and_streamed(client, stop=stop) == expected
+
+
+def test_other_settings_of_stop_strings_apply_to_content_too(client, script):
+    script.says = {"Hello": "<think>an end</think>end, a second end, a third"}
+    answer = whole_and_streamed(client, stop="end", extra_body={"include_stop_str_in_output": True})
+    assert answer == ("end", "an end", "stop", "end")
+    answer = whole_and_streamed(client, stop="end", extra_body={"min_tokens": 26})
+    assert answer == ("end, a second ", "an end", "stop", "end")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"enum": ["a, b"]}},
+            }
+        },
+        {"guided_json": {"enum": ["a, b"]}},
+        {"structured_outputs": {"json": {"enum": ["a, b"]}}},
+    ],
+)
+def test_a_stop_string_does_not_cut_json(form, running, script):
+    script.says = {}
+    found = post(running[0], "chat/completions", **HELLO, **form, stop=[","])["choices"][0]
+    assert json.loads(found["message"]["content"]) == "a, b"
+    found = post(running[0], **{"prompt": "Hi", "max_tokens": 50}, **form, stop=[","])["choices"][0]
+    assert json.loads(found["text"]) == "a, b"
