@@ -42,6 +42,10 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 # ---- From a user's input to a checked request ----------------------------------------------------
 
 
+class PromptTooLongError(ValueError):
+    """Raised when a prompt has more tokens than the model or the KV cache can hold."""
+
+
 class CheckedRequest(NamedTuple):
     """Holds a request that passed every check and can be queued."""
 
@@ -81,7 +85,7 @@ class RequestChecker:
             for i in range(0, num_chars, PIECE) if is_long and not is_cut else ():
                 num_tokens += len(tokenizer(text[i : i + PIECE], add_special_tokens=False).input_ids)
                 if num_tokens > 2 * self.max_prompt_len:  # cutting adds only a few tokens
-                    raise ValueError(
+                    raise PromptTooLongError(
                         f"prompt has {num_chars} characters, which is too many tokens for max_model_len="
                         f"{self.max_model_len}; shorten it or raise max_model_len"
                     )
@@ -144,13 +148,13 @@ class RequestChecker:
             raise ValueError("prompt is empty; at least one token is needed")
         if num_prompt_tokens > self.max_prompt_len:
             reserved = " with an output token" if self.max_prompt_len < self.max_model_len else ""
-            raise ValueError(
+            raise PromptTooLongError(
                 f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}{reserved}; "
                 "shorten it or raise max_model_len"
             )
         if num_prompt_tokens > (limit := self.blocks.max_computable_tokens):
             blocks = f"{self.blocks.num_blocks} blocks of {self.blocks.block_size}"
-            raise ValueError(
+            raise PromptTooLongError(
                 f"prompt has {num_prompt_tokens} tokens but the KV cache holds {limit} ({blocks}); "
                 "shorten it or raise num_kv_blocks"
             )

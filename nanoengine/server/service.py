@@ -24,7 +24,7 @@ from nanoengine.async_llm import AsyncLLM
 from nanoengine.chat.answer_parser import choose_formats
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric, Vector
 from nanoengine.outputs import RequestOutput
-from nanoengine.requests import CheckedRequest, check_unicode
+from nanoengine.requests import CheckedRequest, PromptTooLongError, check_unicode
 from nanoengine.sampling_params import SamplingParams, check_integer
 from nanoengine.server.connections import Ticket
 from nanoengine.server.openai_api import (
@@ -240,13 +240,18 @@ class Service:
         engine = self.engine.llm_engine
         with refusing(body, body.source):
             encode = partial(engine.checker.encode, is_cut=params.truncate_prompt_tokens is not None)
-            prompts = body.prompts(self.checkpoint.tokenizer, encode)
-            params = body.fit(params, prompts, self.formats)
             try:
+                prompts = body.prompts(self.checkpoint.tokenizer, encode)
+                params = body.fit(params, prompts, self.formats)
                 checked = [engine.check(one, params, body.priority or 0) for one in prompts]
                 return [one._replace(new_parser=body.new_parser) for one in checked]
             except RuntimeError as error:  # the engine is closed
                 raise unavailable(str(error)) from None
+            except PromptTooLongError as error:
+                # Clients recognize the first sentence (litellm), or the code in the message (langchain).
+                code = "context_length_exceeded"
+                limit = f"This model's maximum context length is {engine.max_model_len} tokens"
+                raise APIError(400, f"{limit} ({code}): {error}", param=body.source, code=code) from None
 
     async def choices(self, body: Body, checked: list[CheckedRequest], ticket: Ticket) -> Choices:
         """Yield the engine's outputs as choices of the API, and count their tokens on the ticket.

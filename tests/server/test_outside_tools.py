@@ -123,6 +123,10 @@ said = {
     "function": chat.with_structured_output(Sum, method="function_calling").invoke(question).a,
     "call": chat.bind_tools([Sum], tool_choice="any").invoke(question).tool_calls[0]["name"],
 }
+try:
+    chat.invoke("a b c d " * 2000)
+except Exception as error:
+    said["too long"] = [kind.__name__ for kind in type(error).__mro__]
 """
     said = said_by(run, url, program)
     assert said["chat"] == said["stream"] == said["response"] == ANSWER
@@ -130,6 +134,7 @@ said = {
     assert isinstance(said["completion"], str)
     assert {said["schema"], said["function"]} <= set(range(100))
     assert said["call"] == "Sum"
+    assert {"ContextOverflowError", "BadRequestError"} <= set(said["too long"])
 
 
 @pytest.mark.slow
@@ -169,14 +174,19 @@ pieces = litellm.completion("hosted_vllm/demo", **asked, stream=True, stream_opt
 said = {
     "openai": litellm.completion("openai/demo", **asked).choices[0].message.content,
     "vllm": litellm.completion("hosted_vllm/demo", **asked).choices[0].message.content,
-    "stream": "".join(piece.choices[0].delta.content or "" for piece in pieces),
+    "stream": "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices),
     "text": litellm.text_completion(
         "2 3 5", "text-completion-openai/demo", **to, max_tokens=5
     ).choices[0].text,
 }
+try:
+    litellm.completion("hosted_vllm/demo", **to, messages=[{"role": "user", "content": "a b c d " * 2000}])
+except litellm.ContextWindowExceededError as error:
+    said["too long"] = type(error).__name__
 """
     said = said_by(run, url, program)
     assert isinstance(said.pop("text"), str)
+    assert said.pop("too long") == "ContextWindowExceededError"
     assert said == {"openai": ANSWER, "vllm": ANSWER, "stream": ANSWER}
 
 

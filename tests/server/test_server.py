@@ -421,8 +421,20 @@ def test_the_openai_package_raises_its_own_errors(client, url):
     with pytest.raises(openai.NotFoundError, match="does not exist") as caught:
         client.completions.create(model="gpt-4", prompt="a")
     assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="max_model_len is 1024"):
+    overflow = (
+        r"^Error code: 400 .*This model's maximum context length is 1024 tokens \(context_length_exceeded\)"
+    )
+    with pytest.raises(openai.BadRequestError, match=f"{overflow}.*max_model_len is 1024") as caught:
         client.completions.create(model="demo", prompt=[5] * 1024, stream=True)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    for text in ("a b " * 2000, "a b " * 20_000):
+        long = {"model": "demo", "messages": [{"role": "user", "content": text}]}
+        with pytest.raises(openai.BadRequestError, match=overflow) as caught:
+            client.chat.completions.create(**long)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+        with pytest.raises(openai.BadRequestError, match=overflow) as caught:
+            client.responses.create(model="demo", input=text)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
     refused = http.post(f"{url}/v1/nothing", json={}).json()["error"]["message"]
     assert refused.startswith("/v1/nothing does not exist; the paths are /")
     assert "/v1/chat/completions" in refused
