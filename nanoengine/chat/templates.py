@@ -1,6 +1,7 @@
 """Renders chats to prompts, with the chat template of the model's tokenizer."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from nanoengine.requests import check_unicode
@@ -36,6 +37,7 @@ def render_chats(
                 raise ValueError(
                     f'each of messages must be a dict with "role" and "content", got {message!r}'
                 )
+        conversation = with_known_roles(conversation, tokenizer, template_settings.get("chat_template"))
         has_parts = any(isinstance(message.get("content"), list) for message in conversation)
         join = has_parts and not reads_parts(tokenizer, template_settings.get("chat_template"))
         conversation = [normalize(message, join) for message in conversation]
@@ -62,6 +64,34 @@ def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any)
     return text
 
 
+def with_known_roles(
+    conversation: Sequence[dict[str, Any]], tokenizer: Any, chat_template: str | None
+) -> list[dict[str, Any]]:
+    """Return the messages with developers as systems, unless the template names developers.
+
+    Raises:
+        ValueError: the template would leave out the messages of a role.
+    """
+    knows_developers = "developer" in str(chat_template or tokenizer.chat_template)
+    for role in dict.fromkeys(str(message["role"]) for message in conversation):
+        if role in ("system", "user", "assistant") or (role == "developer" and not knows_developers):
+            continue
+        said = ("user", "a"), ("assistant", "b"), (role, "probe-of-role")
+        text = probe(tokenizer, chat_template, *(said[:1] + said[2:] if role == "developer" else said))
+        if text is not None and "probe-of-role" not in text:
+            raise ValueError(f"messages: the model's chat template has no role {role!r:.80}")
+    found: list[dict[str, Any]] = []
+    for message in conversation:
+        if message["role"] == "developer" and not knows_developers:
+            message = message | {"role": "system"}
+            if found and found[-1]["role"] == "system":  # many templates render only one
+                before, text = found.pop().get("content"), message.get("content")
+                parts = (one if isinstance(one, list) else [one or ""] for one in (before, text))
+                message["content"] = [*chain(*parts)]
+        found.append(message)
+    return found
+
+
 def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
     """Return the message with its text parts, joined on request. Raises ValueError for other parts.
 
@@ -83,9 +113,14 @@ def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
 
 def reads_parts(tokenizer: Any, chat_template: str | None) -> bool:
     """Return whether a template renders content parts. One that expects strings fails or prints the list."""
-    probe = [{"role": "user", "content": [{"type": "text", "text": "probe-of-parts"}]}]
+    text = probe(tokenizer, chat_template, ("user", [{"type": "text", "text": "probe-of-parts"}]))
+    return text is not None and "probe-of-parts" in text and "'type'" not in text
+
+
+def probe(tokenizer: Any, chat_template: str | None, *said: tuple[str, Any]) -> str | None:
+    """Return a conversation, given as roles and contents, as text. None: the template refuses it."""
+    conversation = [{"role": role, "content": content} for role, content in said]
     try:
-        text = apply_template(tokenizer, probe, chat_template=chat_template)
-    except ValueError:  # the template cannot handle a list where it expects a string
-        return False
-    return "probe-of-parts" in text and "'type'" not in text
+        return apply_template(tokenizer, conversation, chat_template=chat_template)
+    except ValueError:
+        return None

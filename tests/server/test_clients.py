@@ -1,10 +1,14 @@
 """The chat API as clients use it: limits, stop strings, roles, histories and streams that stay open."""
 
 import json
+import re
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
+from nanoengine.chat.templates import render_chats
+from tests.helpers import DEMO
 from tests.serving import Script, post, scripted
 
 HELLO: dict = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
@@ -89,3 +93,45 @@ def test_a_stop_string_does_not_cut_json(form, running, script):
     assert json.loads(found["message"]["content"]) == "a, b"
     found = post(running[0], **{"prompt": "Hi", "max_tokens": 50}, **form, stop=[","])["choices"][0]
     assert json.loads(found["text"]) == "a, b"
+
+
+# ---- roles and histories ----
+
+# Like Qwen 3's, with the roles that it knows and one system message
+ROLES = """
+{%- if messages[0].role == 'system' %}<|system|>{{ messages[0].content }}
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('one system message') }}{% endif %}
+{%- if m.role in ('user', 'assistant', 'tool') %}<|{{ m.role }}|>{{ m.content }}
+{% endif %}{% endfor %}"""
+DEVELOPERS = ROLES.replace("== 'system' ", "in ('system', 'developer') ")
+
+
+def said(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def rendered(template, messages):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    (found,) = render_chats(messages, tokenizer, chat_template=template)
+    return found["prompt"]
+
+
+def test_a_developer_is_the_system_where_the_template_knows_no_developer():
+    for text in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+        both = rendered(ROLES, said(("developer", text), ("user", "Hi")))
+        assert both == rendered(ROLES, said(("system", "Be brief."), ("user", "Hi")))
+        both = rendered(ROLES, said(("system", "You help."), ("developer", text), ("user", "Hi")))
+        assert both == rendered(ROLES, said(("system", "You help.\nBe brief."), ("user", "Hi")))
+    known = rendered(DEVELOPERS, said(("developer", "Be brief."), ("user", "Hi")))
+    assert known.startswith("<|system|>Be brief.")
+    any_role = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    assert rendered(any_role, said(("developer", "a"), ("critic", "b"))) == "<|system|>a<|critic|>b"
+
+
+@pytest.mark.parametrize("role", ["critic", "function", "Developer", 5, ["user"]])
+def test_a_role_that_the_template_leaves_out_is_refused_by_its_name(role):
+    with pytest.raises(ValueError, match=f"^messages: .* has no role {re.escape(repr(str(role)))}"):
+        rendered(ROLES, said(("user", "Hi"), (role, "Words that must not vanish")))
+    assert "<|tool|>5" in rendered(ROLES, said(("user", "Hi"), ("tool", "5")))
