@@ -231,7 +231,9 @@ def chosen(setting: str, name: str, marks: dict[str, str], template: str) -> str
     """Return the name of a format, chosen by its name or by its mark in the chat template; None for none."""
     name = SAME.get(name, name)
     if name == "auto":
-        return next((known for known, mark in marks.items() if mark in template), None)
+        # GLM's calls are in hermes' tags, but not its JSON.
+        found = (known for known, mark in marks.items() if mark in template)
+        return next((known for known in found if known != "hermes" or "<arg_key>" not in template), None)
     if name not in (*marks, "none"):
         raise ValueError(f"{setting} must be auto, none or one of {[*marks]}, got {name!r}")
     return None if name == "none" else name
@@ -517,7 +519,7 @@ class AnswerParser:
             raise ValueError("no tool has this name")
         if self.is_bare and not call.keys() & {"arguments", "parameters"}:
             raise ValueError("no arguments")
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters")) or {}
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):

@@ -1,5 +1,6 @@
 """Renders chats to prompts, with the chat template of the model's tokenizer."""
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -95,14 +96,19 @@ def with_known_roles(
 def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
     """Return the message with its text parts, joined on request. Raises ValueError for other parts.
 
-    A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template.
+    A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template. Other content
+    that is no text, such as a tool's result, becomes JSON.
     """
     content = message.get("content", "")
     if not isinstance(content, list):
         is_empty = content is None and not message.get("tool_calls")
-        return message | {"content": ""} if is_empty else message
+        is_text = content is None or isinstance(content, str)
+        text = "" if is_empty else content if is_text else json.dumps(content, ensure_ascii=False)
+        return message | {"content": text} if "content" in message else message
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    for part in parts:
+    for i, part in enumerate(parts):
+        if isinstance(part, dict) and part.get("type") == "refusal":  # as answers have it, for the history
+            parts[i] = part = {"type": "text", "text": part.get("refusal")}
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"images and audio are not supported, got {part!r:.80}; "

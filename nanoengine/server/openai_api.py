@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -145,12 +145,28 @@ class Conversation(BaseModel):
         settings["add_generation_prompt"] = not goes_on if adds is None else adds
         if ToolChoice.read(self.tools, self.tool_choice).shown:
             settings["tools"] = self.tools
-        messages = list(map(with_arguments_read, self.messages or []))
-        return render_chats(messages, tokenizer, encode, **settings)[0]
+        unread: list[str] = []
+
+        def rendered(is_wrapped: bool) -> dict[str, Any]:
+            messages = [with_arguments_read(one, unread, is_wrapped) for one in self.messages or []]
+            return render_chats(messages, tokenizer, encode, **settings)[0]
+
+        try:
+            prompt = rendered(is_wrapped=False)
+        except ValueError:
+            if not unread:
+                raise
+        else:
+            if all(text in prompt["prompt"] for text in unread):
+                return prompt
+        return rendered(is_wrapped=True)  # the template goes through the arguments, or writes them as JSON
 
 
-def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
+def with_arguments_read(message: dict[str, Any], unread: list[str], is_wrapped: bool) -> dict[str, Any]:
     """Return a message as chat templates expect it: tool arguments as objects, and content as text.
+
+    Arguments that are not the JSON of an object stay text, which is added to `unread`. With is_wrapped they
+    become an object that holds the text.
 
     Raises:
         ValueError: the message's tool_calls are malformed.
@@ -164,11 +180,12 @@ def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
                 arguments = rest.get("arguments") or {}
             case _:
                 raise ValueError(f"messages: tool_calls must hold functions with a name, got {call!r}")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                raise ValueError(f"messages: arguments must be JSON, got {arguments!r:.200}") from None
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(text)
+        if not isinstance(arguments, dict):
+            unread.append(text)
+            arguments = {"arguments": text} if is_wrapped else text
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 

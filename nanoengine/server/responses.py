@@ -136,8 +136,9 @@ def content_of(where: str, given: Any) -> str | list[dict[str, str]]:
 
 def text_of(where: str, part: Any) -> dict[str, str]:
     """Convert one part of a message's content to the chat API's format."""
-    text = part.get("text") if isinstance(part, dict) else None
-    if not isinstance(text, str) or part.get("type") not in ("input_text", "output_text", "text"):
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if not isinstance(text, str) or kind not in ("input_text", "output_text", "text", "refusal"):
         raise ValueError(f"{where} must be text or hold parts of type input_text, got {part!r:.80}")
     return {"type": "text", "text": text}
 

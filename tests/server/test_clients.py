@@ -7,7 +7,10 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from nanoengine.chat.answer_parser import AnswerParser, Formats, choose_formats
 from nanoengine.chat.templates import render_chats
+from nanoengine.server.openai_api import ChatRequest
+from nanoengine.server.responses import messages_of
 from tests.helpers import DEMO
 from tests.serving import Script, post, scripted
 
@@ -135,3 +138,60 @@ def test_a_role_that_the_template_leaves_out_is_refused_by_its_name(role):
     with pytest.raises(ValueError, match=f"^messages: .* has no role {re.escape(repr(str(role)))}"):
         rendered(ROLES, said(("user", "Hi"), (role, "Words that must not vanish")))
     assert "<|tool|>5" in rendered(ROLES, said(("user", "Hi"), ("tool", "5")))
+
+
+AS_TEXT = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}
+{{ c.function.name }}: {% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}
+{{- c.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"""
+ITEMS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}
+{{ c.function.name }}:{% for name, value in c.function.arguments | items %} {{ name }}={{ value }}
+{%- endfor %}{% endfor %}{% endfor %}"""
+MAPPINGS = ITEMS.replace("{% for name", "{% if c.function.arguments is mapping %}{% for name").replace(
+    "endfor %}{%", "endfor %}{% endif %}{%", 1
+)
+BROKEN = '{"value": "', "[1, 2]", "5", "not JSON", '{"a": NaN', "[" * 100_000
+
+
+@pytest.mark.parametrize("arguments", BROKEN, ids=range(len(BROKEN)))
+@pytest.mark.parametrize("template", [AS_TEXT, ITEMS, MAPPINGS], ids=["text", "items", "mapping"])
+def test_a_malformed_call_in_the_history_is_shown_as_it_is(template, arguments):
+    """A model wrote it once, so a 400 would end the conversation."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = template
+    functions = {"name": "add", "arguments": '{"x": 1}'}, {"name": "add", "arguments": arguments}
+    calls = [{"id": str(i), "type": "function", "function": one} for i, one in enumerate(functions)]
+    messages = [*said(("user", "Hi")), {"role": "assistant", "content": None, "tool_calls": calls}]
+    text = ChatRequest(messages=messages).render(tokenizer)["prompt"]
+    name, one = ("", '{"x": 1}') if template is AS_TEXT else ("arguments=", "x=1")
+    assert re.sub(r":\s+", ": ", text).endswith(f"add: {one}add: {name}{arguments}")
+
+
+@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
+def test_a_call_without_arguments_may_say_so_in_any_way(arguments):
+    text = f"<tool_call>{json.dumps({'name': 'now', 'arguments': arguments})}</tool_call>"
+    now = {"type": "function", "function": {"name": "now"}}
+    for calls in ("hermes", "llama3_json"):
+        parser = AnswerParser(Formats(calls, None, None, {}), "", [now])
+        written = text if calls == "hermes" else text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+        (part,) = [*parser.feed(written), *parser.finish()]
+        assert part == ("tool_calls", {"name": "now", "arguments": "{}"})
+
+
+def test_content_that_is_no_text_is_shown_as_json():
+    content = {"x": 1, "y": [True, None, "é"]}
+    assert rendered(ROLES, said(("tool", content))) == '<|tool|>{"x": 1, "y": [true, null, "é"]}\n'
+    assert rendered(ROLES, said(("tool", None))) == "<|tool|>\n"
+
+
+def test_a_refusal_in_the_history_is_text():
+    refusal = [{"type": "refusal", "refusal": "I cannot."}]
+    assert rendered(ROLES, said(("assistant", refusal))) == "<|assistant|>I cannot.\n"
+    assert messages_of(said(("assistant", refusal)))[0]["content"] == [{"type": "text", "text": "I cannot."}]
+    with pytest.raises(ValueError, match="images and audio"):
+        rendered(ROLES, said(("assistant", [{"type": "refusal"}])))
+
+
+def test_a_template_of_another_format_with_the_same_tag_is_not_taken_for_hermes():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = "<think> <tool_call>{{ name }}<arg_key>k</arg_key><arg_value>v</arg_value>"
+    assert choose_formats(tokenizer)[:2] == (None, "deepseek_r1")
