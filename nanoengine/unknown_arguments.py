@@ -28,9 +28,11 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "guided_decoding": ("use structured_outputs",),
     "include_reasoning": ("read only content", True),
     "kv_transfer_config": ("set kv_store",),
+    "length_penalty": ("it is a setting of beam search only", 1.0, 1),
     "limit_mm_per_prompt": ("prompts are text only",),
     "lora_request": ("pass lora=...; the adapter is merged into the weights",),
     "max_loras": ("pass lora=...; the adapter is merged into the weights", 1),
+    "modalities": ("answers are text only", ["text"]),
     "optimization_level": ("set enforce_eager=True to turn off compiled kernels and graphs", 2),
     "pipeline_parallel_size": ("set tensor_parallel_size", 1),
     "previous_response_id": ("send the conversation as input",),
@@ -50,7 +52,7 @@ ENGINE_IGNORES = (
 )
 SAMPLING_IGNORES = ("spaces_between_special_tokens",)
 SERVER_IGNORES = ("enable_prompt_tokens_details",)
-REQUEST_IGNORES = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+REQUEST_IGNORES = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 
 
 def is_noop_value(value: Any) -> bool:

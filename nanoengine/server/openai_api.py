@@ -123,7 +123,9 @@ class Conversation(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
     tool_choice: Any = None
-    reasoning_effort: str | None = None  # a variable of some templates, such as gpt-oss's
+    reasoning_effort: str | None = None  # a variable of some templates, such as gpt-oss's; "none": no thought
+    enable_thinking: bool | None = None  # a variable of some templates, such as Qwen 3's
+    think: bool | None = None  # the same under ollama's name
 
     def render(
         self, tokenizer: Any, encode: Callable[[str, bool], list[int]] | None = None
@@ -140,6 +142,10 @@ class Conversation(BaseModel):
             raise ValueError(f"chat_template_kwargs must not hold {sorted(reserved)}")
         if self.reasoning_effort not in (None, "none"):
             settings.setdefault("reasoning_effort", self.reasoning_effort)
+        asked = self.enable_thinking, self.think, False if self.reasoning_effort == "none" else None
+        for one in asked:
+            if one is not None:
+                settings.setdefault("enable_thinking", one)
         settings["continue_final_message"] = goes_on = bool(self.continue_final_message)
         adds = self.add_generation_prompt
         settings["add_generation_prompt"] = not goes_on if adds is None else adds

@@ -195,3 +195,42 @@ def test_a_template_of_another_format_with_the_same_tag_is_not_taken_for_hermes(
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = "<think> <tool_call>{{ name }}<arg_key>k</arg_key><arg_value>v</arg_value>"
     assert choose_formats(tokenizer)[:2] == (None, "deepseek_r1")
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("asked", "thinks"),
+    [
+        ({}, None),
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"think": False}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high"}, None),
+        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+def test_thinking_is_turned_off_by_each_name_that_clients_use(asked, thinks):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{{ enable_thinking is defined and enable_thinking | string }}"
+    )
+    found = ChatRequest(messages=said(("user", "Hi: ")), **asked).render(tokenizer)["prompt"]
+    assert found == f"Hi: {False if thinks is None else thinks}"
+    tokenizer.chat_template = "{{ messages[0].content }}{{ enable_thinking is defined }}"
+    found = ChatRequest(messages=said(("user", "Hi: ")), **asked).render(tokenizer)["prompt"]
+    assert found == f"Hi: {thinks is not None}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"modalities": ["text"]}, {"service_tier": "default"}, {"length_penalty": 1.0}, {"think": False}],
+)
+def test_fields_that_ask_for_what_happens_anyway_are_accepted(fields, running, script):
+    script.says = {"Hello": "Hi."}
+    answer = post(running[0], "chat/completions", **HELLO, **fields)
+    assert answer["choices"][0]["message"]["content"] == "Hi."
+    for refused in ({"modalities": ["audio"]}, {"modalities": ["text", "audio"]}, {"length_penalty": 2.0}):
+        assert post(running[0], "chat/completions", **HELLO, **refused)["error"]["code"] == "invalid_request"
