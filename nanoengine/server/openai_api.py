@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response
@@ -25,6 +24,7 @@ from nanoengine.chat.templates import render_chats
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+from nanoengine.server.token_logprobs import TokenBytes, best_first, clamped
 from nanoengine.unknown_arguments import MAX_UNSERVED, REQUEST_IGNORES, SAMPLING_IGNORES, without_unserved
 
 MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searched for at every token
@@ -291,9 +291,9 @@ class GenerationRequest(BaseModel):
             return APIError(400, said, param=field)
         return APIError(500, f"the model could not compute this request: {reason}")
 
-    def token_name(self, token_id: int, text: str | None) -> str:
+    def token_name(self, token_id: int, tokens: TokenBytes) -> str:
         """Return the name of a token in reported log-probabilities."""
-        return f"token_id:{token_id}" if self.return_tokens_as_token_ids else text or ""
+        return f"token_id:{token_id}" if self.return_tokens_as_token_ids else tokens.name(token_id)
 
     def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
         """Return the fields of a choice that both APIs have. The prompt's ids are in the first piece only."""
@@ -310,17 +310,6 @@ class GenerationRequest(BaseModel):
                 for entry in output.prompt_logprobs or []
             ]
         return choice
-
-
-def clamped(logprob: Logprob) -> Logprob:
-    """Return the log-probability as a number that JSON has: minus infinity becomes -9999, as in vLLM."""
-    return replace(logprob, logprob=max(logprob.logprob, -9999.0))
-
-
-def best_first(entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-    """Return the tokens reported for one position, the most probable first."""
-    ranked = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)
-    return [(token_id, clamped(one)) for token_id, one in ranked]
 
 
 class CompletionRequest(GenerationRequest):
@@ -378,29 +367,28 @@ class CompletionRequest(GenerationRequest):
         return params
 
     def choice(
-        self, index: int, completion: CompletionOutput, output: RequestOutput, tokenizer: Any
+        self, index: int, completion: CompletionOutput, output: RequestOutput, tokens: TokenBytes
     ) -> dict[str, Any]:
         """Return a sample, or its next piece."""
-        text, is_first, offset = completion.text, index not in self.sent, self.sent.get(index, 0)
+        text, is_first, start = completion.text, index not in self.sent, self.sent.get(index, 0)
+        logprobs, self.sent[index] = None, start
         reported: list[tuple[int, dict[int, Logprob] | None]] = []
+        offsets: list[int] = []
         if self.echo and is_first:
-            prompt = output.prompt
-            text = (tokenizer.decode(output.prompt_token_ids) if prompt is None else prompt) + text
-            reported += zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
-        reported += zip(completion.token_ids, completion.logprobs or [], strict=False)
-        logprobs, self.sent[index] = None, offset
+            ids = output.prompt_token_ids
+            prompt = tokens.tokenizer.decode(ids) if output.prompt is None else output.prompt
+            text, start = prompt + text, len(prompt)
+            reported += zip(ids, output.prompt_logprobs or [], strict=False)
+            offsets += tokens.offsets_in(prompt, ids[: len(reported)])
         if self.logprobs is not None:
-            texts = [
-                entry[token_id].decoded_token or "" if entry else tokenizer.decode([token_id])
-                for token_id, entry in reported
-            ]
-            *offsets, self.sent[index] = accumulate(map(len, texts), initial=offset)
+            reported += zip(completion.token_ids, completion.logprobs or [], strict=False)
+            skips = (self.model_extra or {}).get("skip_special_tokens") is not False
+            offsets += tokens.offsets((one for one, _ in reported[len(offsets) :]), start, skips)
+            self.sent[index] = offsets.pop()
             logprobs = {
-                "tokens": [
-                    self.token_name(pair[0], name) for pair, name in zip(reported, texts, strict=True)
-                ],
+                "tokens": [self.token_name(token_id, tokens) for token_id, _ in reported],
                 "token_logprobs": [entry and clamped(entry[token]).logprob for token, entry in reported],
-                "top_logprobs": [entry and self.top_logprobs(entry) for _, entry in reported],
+                "top_logprobs": [entry and self.top_logprobs(entry, tokens) for _, entry in reported],
                 "text_offset": offsets,
             }
         return {
@@ -410,10 +398,11 @@ class CompletionRequest(GenerationRequest):
             **self.common(completion, output, is_first),
         }
 
-    def top_logprobs(self, entry: dict[int, Logprob]) -> dict[str, float]:
-        """Return the tokens reported for one position. Of tokens with the same text, the best is kept."""
-        ranked = reversed(best_first(entry))
-        return {self.token_name(token_id, one.decoded_token): one.logprob for token_id, one in ranked}
+    def top_logprobs(self, entry: dict[int, Logprob], tokens: TokenBytes) -> dict[str, float]:
+        """Return the tokens reported for one position, by their names."""
+        if self.return_tokens_as_token_ids:
+            return {f"token_id:{token_id}": one.logprob for token_id, one in best_first(entry)}
+        return tokens.names(entry)
 
 
 def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -501,15 +490,16 @@ class ChatRequest(Conversation, GenerationRequest):
         return {}
 
     def choice(
-        self, index: int, completion: CompletionOutput, output: RequestOutput, tokenizer: Any
+        self, index: int, completion: CompletionOutput, output: RequestOutput, tokens: TokenBytes
     ) -> dict[str, Any]:
         """Return a sample, or its next piece."""
         logprobs = None
         if self.logprobs:
             entries = zip(completion.token_ids, completion.logprobs or [], strict=False)
+            num_top = self.top_logprobs or 0
             content = [
-                self._token(token_id, clamped(entry[token_id]))
-                | {"top_logprobs": [self._token(*one) for one in best_first(entry)[: self.top_logprobs or 0]]}
+                self._token(token_id, clamped(entry[token_id]), tokens)
+                | {"top_logprobs": [self._token(*one, tokens) for one in best_first(entry)[:num_top]]}
                 for token_id, entry in entries
             ]
             logprobs = {"content": content}
@@ -522,12 +512,12 @@ class ChatRequest(Conversation, GenerationRequest):
             common["finish_reason"] = "tool_calls"
         return {"index": index, **message, "logprobs": logprobs, **common}
 
-    def _token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
-        text = logprob.decoded_token or ""
-        # A token that is part of a character shows as U+FFFD, and the bytes of U+FFFD are not the token's.
-        in_bytes = None if "\ufffd" in text else list(text.encode())
-        name = self.token_name(token_id, text)
-        return {"token": name, "logprob": logprob.logprob, "bytes": in_bytes}
+    def _token(self, token_id: int, logprob: Logprob, tokens: TokenBytes) -> dict[str, Any]:
+        text = tokens[token_id].decode(
+            errors="replace"
+        )  # part of a character is U+FFFD, and has its own bytes
+        name = f"token_id:{token_id}" if self.return_tokens_as_token_ids else text
+        return {"token": name, "logprob": logprob.logprob, "bytes": list(tokens[token_id])}
 
 
 class TokenizeRequest(Conversation):

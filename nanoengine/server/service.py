@@ -40,6 +40,7 @@ from nanoengine.server.openai_api import (
     to_json,
     unavailable,
 )
+from nanoengine.server.token_logprobs import TokenBytes
 
 LONG_BODY_BYTES = 2**16  # checking and tokenizing a longer body takes more than a few milliseconds
 T = TypeVar("T")
@@ -136,6 +137,7 @@ class Service:
         self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
         self.names = names_of(str(config.model)) if name is None else [name]
         self.name = self.names[0]
+        self.tokens = TokenBytes(self.checkpoint.tokenizer)
         self.defaults = self.checkpoint.default_sampling_params()
         if chat_template is not None:
             path = Path(chat_template)
@@ -280,7 +282,7 @@ class Service:
                             completion = replace(completion, text="", token_ids=[], finish_reason="length")
                         ticket.completion_tokens += len(completion.token_ids)
                         index = number * checked[0].params.n + completion.index
-                        yield body.choice(index, completion, output, self.checkpoint.tokenizer)
+                        yield body.choice(index, completion, output, self.tokens)
         except RuntimeError as error:
             if self.engine.is_running:
                 raise
