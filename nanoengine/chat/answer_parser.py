@@ -346,6 +346,9 @@ class AnswerParser:
         self.num_scanned = 0  # the number of pieces in `call` that `call_end` has seen
         self.matches: dict[Any, Any] = {}  # pattern -> its next match, searched from an earlier position
         self.buffer, self.position = spec.truncate_past_last_anchor(prefix) if prefix else "", 0
+        self.num_dropped = -len(self.buffer)  # characters of the answer before the buffer
+        self.thought_end = 0  # the number of characters of the answer up to the end of its last thought
+        self.token_ids: list[int] = []  # the whole answer's
         list(self._parts_of(is_end=False))  # opens the prompt's last region; drops parts: they are no answer
         self.texts: list[str] = []  # the whole answer
         self.has_parts = False
@@ -354,6 +357,7 @@ class AnswerParser:
         """Add text to the answer, and return the parts that this completes."""
         self.texts.append(text)
         done = max(0, self.position - LOOK_BACK)
+        self.num_dropped += done
         self.buffer, self.position = self.buffer[done:] + text, self.position - done
         return list(self._parts_of(is_end=False))
 
@@ -366,6 +370,7 @@ class AnswerParser:
 
     def message(self, completion: CompletionOutput, is_stream: bool) -> dict[str, Any]:
         """Return OpenAI's message, or the piece of it that this output adds."""
+        self.token_ids += completion.token_ids
         parts = self.feed(completion.text)
         if completion.finish_reason is not None:
             parts += self.finish()
@@ -471,6 +476,8 @@ class AnswerParser:
         elif text and (region := self.region or self.loose) is not None:
             self.has_parts = True
             is_thought = region in ("reasoning", "reasoning_content", "thinking")
+            if is_thought:
+                self.thought_end = max(0, self.num_dropped + self.position)
             yield Part("reasoning" if is_thought else "content", text)
 
     def _end_call(self, end: str) -> list[Part]:
@@ -505,6 +512,7 @@ class AnswerParser:
             self.position -= len(text)
             self.matches.pop(self.tags["tool_calls"][0].pattern, None)
         else:
+            self.num_dropped += self.position - len(before[-LOOK_BACK:]) - len(text)
             self.buffer = before[-LOOK_BACK:] + text + self.buffer[self.position :]
             self.position, self.matches = len(before[-LOOK_BACK:]), {}
 

@@ -32,6 +32,7 @@ class Ticket:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     first_output_seconds: float | None = None
     started: float = field(default_factory=time.monotonic)
     is_complete: bool = False  # the whole answer is sent
@@ -50,6 +51,7 @@ class Ticket:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 

@@ -9,6 +9,7 @@ Source: the OpenAI API reference; vllm/entrypoints/openai for the names of field
 import inspect
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
@@ -398,6 +399,10 @@ class CompletionRequest(GenerationRequest):
             **self.common(completion, output, is_first),
         }
 
+    def num_reasoning_tokens(self, index: int, tokens: TokenBytes) -> int:
+        """Return 0: a completion has no reasoning."""
+        return 0
+
     def top_logprobs(self, entry: dict[int, Logprob], tokens: TokenBytes) -> dict[str, float]:
         """Return the tokens reported for one position, by their names."""
         if self.return_tokens_as_token_ids:
@@ -461,10 +466,10 @@ class ChatRequest(Conversation, GenerationRequest):
         if (choice.shown and knows_calls) or formats.reasoning or formats.template:
             tools, forced = choice.tools if choice.shown else [], choice.max_required > 0
             is_structured, max_calls = params.structured_outputs is not None, 1 if is_one else MANY
-            given = formats, prompt, tools, forced, is_structured, max_calls, params
-            self._new_parser = partial(AnswerParser, *given)
             if formats.keeps_special_tokens:
                 params = replace(params, skip_special_tokens=False)
+            given = formats, prompt, tools, forced, is_structured, max_calls, params
+            self._new_parser = partial(AnswerParser, *given)
         if choice.max_required:
             self._structured_field = "tools"
         constrained = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
@@ -511,6 +516,14 @@ class ChatRequest(Conversation, GenerationRequest):
         if completion.finish_reason == "stop" and (parser := self.parsers[index]) and parser.num_calls:
             common["finish_reason"] = "tool_calls"
         return {"index": index, **message, "logprobs": logprobs, **common}
+
+    def num_reasoning_tokens(self, index: int, tokens: TokenBytes) -> int:
+        """Return how many tokens of a finished sample are in its reasoning and the tag before it."""
+        parser = self.parsers[index]
+        if parser is None or not parser.thought_end:
+            return 0
+        begins = tokens.offsets(parser.token_ids, 0, parser.params.skip_special_tokens)
+        return bisect_left(begins, parser.thought_end)
 
     def _token(self, token_id: int, logprob: Logprob, tokens: TokenBytes) -> dict[str, Any]:
         text = tokens[token_id].decode(

@@ -282,7 +282,10 @@ class Service:
                             completion = replace(completion, text="", token_ids=[], finish_reason="length")
                         ticket.completion_tokens += len(completion.token_ids)
                         index = number * checked[0].params.n + completion.index
-                        yield body.choice(index, completion, output, self.tokens)
+                        choice = body.choice(index, completion, output, self.tokens)
+                        if completion.finish_reason is not None:
+                            ticket.reasoning_tokens += body.num_reasoning_tokens(index, self.tokens)
+                        yield choice
         except RuntimeError as error:
             if self.engine.is_running:
                 raise

@@ -234,3 +234,31 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted(fields, running, s
     assert answer["choices"][0]["message"]["content"] == "Hi."
     for refused in ({"modalities": ["audio"]}, {"modalities": ["text", "audio"]}, {"length_penalty": 2.0}):
         assert post(running[0], "chat/completions", **HELLO, **refused)["error"]["code"] == "invalid_request"
+
+
+# ---- what is counted ----
+
+
+@pytest.mark.parametrize(
+    ("thought", "rest"),
+    [
+        ("<think>\nI add: é \U0001f600.", "\n</think>\n\nIt is 5."),
+        ("<think>ends", ""),
+        ("", "No thought."),
+        ("", "<b>No</b> thought."),
+    ],
+)
+def test_the_tokens_of_reasoning_are_counted(thought, rest, client, script):
+    script.says = {"Hello": thought + rest}
+    expected = len(script.tokenizer(thought).input_ids)
+    asked = {"model": "demo", **HELLO}
+    usage = client.chat.completions.create(**asked).usage
+    pieces = [*client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
+    response = client.responses.create(model="demo", input="Hello", temperature=0)
+    # A token at the end of the thought may hold the beginning of its tag.
+    assert expected <= usage.completion_tokens_details.reasoning_tokens <= expected + (rest != "" != thought)
+    assert pieces[-1].usage == usage
+    assert (
+        response.usage.output_tokens_details.reasoning_tokens
+        == usage.completion_tokens_details.reasoning_tokens
+    )
