@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.engine import Sequence
-from nanoengine.extensions.structured.constraints import Constraint, Grammars, constraints, grammars
+from nanoengine.extensions.structured import constraints, grammars
+from nanoengine.extensions.structured.constraints import Constraint, Grammars
 from nanoengine.extensions.structured.json_schemas import closed
 from tests.helpers import ADDED_TOKENS, DEMO, byte_tokenizer, failing_calls, finish, table_checkpoint
 

@@ -173,7 +173,7 @@ def test_a_call_without_arguments_may_say_so_in_any_way(arguments):
     for calls in ("hermes", "llama3_json"):
         parser = AnswerParser(Formats(calls, None, None, {}), "", [now])
         written = text if calls == "hermes" else text.removeprefix("<tool_call>").removesuffix("</tool_call>")
-        (part,) = [*parser.feed(written), *parser.finish()]
+        (part,) = list(parser.feed(written)) + list(parser.finish())
         assert part == ("tool_calls", {"name": "now", "arguments": "{}"})
 
 
