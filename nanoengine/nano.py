@@ -85,6 +85,7 @@ class Model:
         self.weights, self.embedding = weights, weights["model.embed_tokens.weight"]  # (V, E)
         self.lm_head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.has_qk_norm, self.eps = config.model_type == "qwen3", config.rms_norm_eps
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.frequencies = rope_frequencies(rope, self.head_dim).to(self.device)
         has_kernels = self.device.type == "cuda" and self.dtype.itemsize == 2 and self.head_dim % 8 == 0
@@ -100,7 +101,7 @@ class Model:
             at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
             h = self.norm(x, f"model.layers.{i}.input_layernorm")
             q, k, v = (self.linear(h, f"{at}.{name}_proj").view(len(h), -1, self.head_dim) for name in "qkv")
-            if self.config.model_type == "qwen3":
+            if self.has_qk_norm:
                 q, k = self.norm(q, f"{at}.q_norm"), self.norm(k, f"{at}.k_norm")
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             attended = attention(q, k, v, cache, inputs, self.use_flash)
@@ -112,7 +113,7 @@ class Model:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Divide each row of x by its root mean square, and multiply by the weight."""
-        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.config.rms_norm_eps)
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.eps)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """Return x @ weight.T, plus the bias if there is one."""
@@ -172,15 +173,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: ModelInputs
 
 def gathered_attention(q: Tensor, cache: Cache, inputs: ModelInputs) -> Tensor:
     """Attend in PyTorch, which cannot read through block tables: gather the blocks of each sequence first."""
-    out, starts = torch.empty_like(q), list(itertools.accumulate(inputs.query_lens, initial=0))
-    decodes = [i for i, length in enumerate(inputs.query_lens) if length == 1]
-    groups = [[i] for i, length in enumerate(inputs.query_lens) if length > 1] + [decodes] * bool(decodes)
-    for seqs in groups:  # a call for each longer chunk, and one for all decodes, in which keys are padded
-        key_len = max(inputs.key_lens[i] for i in seqs)
+    out, by_length = torch.empty_like(q), dict[int, list[int]]()
+    for i, length in enumerate(inputs.query_lens):
+        by_length.setdefault(length, []).append(i)
+    for length, seqs in by_length.items():  # one call for all decodes, and for chunks of the same length
+        key_len = max(inputs.key_lens[i] for i in seqs)  # shorter sequences are padded
         tables = inputs.block_tables[seqs, : num_blocks_for(key_len, cache[0].shape[1])]
         gathered = (x.index_select(0, tables.flatten()).view(len(seqs), -1, *x.shape[2:]) for x in cache)
         k, v = (x[:, :key_len].transpose(1, 2) for x in gathered)  # (sequences, K, L, D)
-        rows = torch.cat([torch.arange(starts[i], starts[i + 1], device=q.device) for i in seqs])
+        rows = (inputs.cu_seqlens_q[seqs].unsqueeze(1) + torch.arange(length, device=q.device)).flatten()
         queries = q[rows].view(len(seqs), -1, *q.shape[1:]).transpose(1, 2)  # (sequences, H, rows, D)
         last_seen = inputs.positions[rows].view(len(seqs), 1, -1, 1)  # a token sees the keys up to its own
         is_seen = torch.arange(key_len, device=q.device) <= last_seen
