@@ -226,15 +226,17 @@ class Tracer:
 
     def _on_registered(self, seq: Sequence, first: int) -> None:
         tables = [table[first : seq.num_registered_blocks] for table in self._tables_of(seq)]
-        prefix_ids: list[int] = []
+        prefixes: list[Prefix] = []
         prefix = seq.prefix
         for _ in range(first, seq.num_registered_blocks):
             assert prefix is not None
+            prefixes.insert(0, prefix)
+            prefix = prefix.parent
+        for prefix in prefixes:
             if prefix not in self._prefix_ids:
                 self._prefix_ids[prefix] = next(self._next_prefix_id)
-            prefix_ids.insert(0, self._prefix_ids[prefix])
-            prefix = prefix.parent
-        if prefix_ids:
+        if prefixes:
+            prefix_ids = [self._prefix_ids[prefix] for prefix in prefixes]
             self._registered.update(block_id for table in tables for block_id in table)
             self._note("register", seq=seq.seq_id, first=first, blocks=tables, prefix_ids=prefix_ids)
 
