@@ -152,23 +152,13 @@ def test_template_receives_the_kind_of_content_it_renders(template, prompt, llm)
     assert content == [{"type": "text", "text": "one"}, "two"]
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}},
-        {"type": "text"},
-        {"text": "a"},
-        5,
-        {"type": "text", "text": 5},
-    ],
-    ids=range(5),
-)
-def test_content_other_than_text_is_rejected(part, llm):
-    with pytest.raises(
-        ValueError, match=re.escape(f"images and audio are not supported, got {part!r:.80}")
-    ) as error:
-        llm.chat([{"role": "user", "content": [{"type": "text", "text": "look"}, part]}], GREEDY)
-    assert len(str(error.value)) < 300
+def test_content_other_than_text_is_rejected(llm):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    for part in (image, {"type": "text"}, {"text": "a"}, 5, {"type": "text", "text": 5}):
+        message = re.escape(f"images and audio are not supported, got {part!r:.80}")
+        with pytest.raises(ValueError, match=message) as error:
+            llm.chat([{"role": "user", "content": [{"type": "text", "text": "look"}, part]}], GREEDY)
+        assert len(str(error.value)) < 300
     assert not llm.has_unfinished_requests()
 
 

@@ -232,11 +232,9 @@ def test_a_stream_is_the_same_over_each_version_of_http_and_under_another_server
     [
         {"seed": 1, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
         {"seed": 2, "n": 3, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
-        {"temperature": 0, "stop": ["a", "e"], "include_stop_str_in_output": True},
-        {"temperature": 0, "stop": "o", "min_tokens": 5},
+        {"temperature": 0, "stop": ["a", "e"], "include_stop_str_in_output": True, "min_tokens": 5},
         {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False, "max_tokens": 40},
-        {"temperature": 0, "stop_token_ids": [3, 4, 5], "bad_words": ["the"]},
-        {"temperature": 0, "logit_bias": {5: 50.0}, "min_tokens": 3},
+        {"temperature": 0, "stop_token_ids": [3, 4, 5], "bad_words": ["the"], "logit_bias": {5: 50.0}},
         {"temperature": 0, "allowed_token_ids": [5, 6, 7]},
     ],
 )
