@@ -135,11 +135,12 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
     import torch
 
     from nanoengine.checkpoints.checkpoint import open_checkpoint
+    from nanoengine.config import EngineConfig
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         if model in SHAPES:
             write_shape(model, scratch, dtype=args.dtype)
-        checkpoint = open_checkpoint(scratch if model in SHAPES else model)
+        checkpoint = open_checkpoint(EngineConfig(model=scratch if model in SHAPES else model))
         lengths = [(n + w.shared + m) for w in workloads for n, m in zip(*w.lengths(), strict=True)]
         settings = {
             "model": str(checkpoint.path),

@@ -1,51 +1,142 @@
-"""Startup: chooses a device, loads the weights onto it, and sets the KV cache's size and the token budget."""
+"""Assembly: from an `EngineConfig` to a running core. Only this file chooses the device and the extensions.
 
-import logging
+    open          config.json, the tokenizer, the headers of the files          open_checkpoint
+    load          the weights onto a device, and its kernels into the model     load
+    size          the caches, by the memory that the largest steps leave        choose_sizes
+    capture       decode steps as CUDA graphs, with the caches in place         allocate
+    put together  the block manager, the scheduler and the core                 make_core
+
+An extension is given what it needs as arguments. It never imports this file.
+"""
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanoengine.backends.device import Decodes, Device, Forward, Trial
-from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
+from nanoengine.backends.kv_cache import KVCache, KVGroup, block_bytes, group_layers, new_caches
 from nanoengine.backends.step_inputs import NUM_RESERVED_SLOTS
-from nanoengine.checkpoints.checkpoint import Checkpoint, resolve_dtype
-from nanoengine.config import FILE_FORMATS, EngineConfig
-from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
+from nanoengine.checkpoints.checkpoint import open_checkpoint, resolve_dtype
+from nanoengine.config import FILE_FORMATS, EngineConfig, find_named
+from nanoengine.engine import (
+    BlockManager,
+    Chunk,
+    EngineCore,
+    ModelRunner,
+    ScheduledBatch,
+    Scheduler,
+    Sequence,
+)
 from nanoengine.models.load import load_model
 from nanoengine.sampling.sampler import CachedRows, draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
-from nanoengine.started import Started
+from nanoengine.started import Loaded, Opened, Started
 from nanoengine.timing import phase
+
+if TYPE_CHECKING:  # at run time each is imported only for an engine that needs it
+    from nanoengine.extensions.draft_model import DraftModel
+    from nanoengine.extensions.parallel.ranks import Ranks
+    from nanoengine.models.decoder import Decoder
+    from nanoengine.models.hf import HFModel
 
 MAX_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
 
 
-def start_runner(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    max_model_len: int,
-    *,
-    choose_runner: Callable[[list[KVGroup], bool], Callable[..., ModelRunner]],
-    shard: Any = None,
-    wrap: Callable[[Device], Device] = lambda device: device,
-    group: Callable[[list[KVSpec], int], list[KVGroup]] = group_layers,
-    beside_bytes: int = 0,
-    before_forward: Callable[[], object] = lambda: None,
-) -> Started:
-    """Load a model on a device, allocate its KV cache and, if possible, capture CUDA graphs.
+def start_model(
+    config: EngineConfig, before_forward: Callable[[], object]
+) -> "tuple[Started, DraftModel | None]":
+    """Start the model, and its draft model or its other ranks if the config asks for them.
 
-    `choose_runner` is given the groups of layers and whether the model has recurrent states, and returns the
-    runner class. If several processes share one model, `shard` is the part to load, and `wrap` adds the
-    communication between them to the device. `group` divides the layers into groups. beside_bytes is how
-    much a draft model's K and V add to each block. The runner calls `before_forward`.
+    The runner calls `before_forward` just before each forward pass.
+
+    Raises:
+        TypeError, ValueError: a setting or a checkpoint is not supported, or there is too little memory.
+    """
+    find_scheduler(config.scheduler_cls)  # raise its errors before the model is loaded
+    checkpoint, asked = open_checkpoint(config), config.speculation
+    opened = Opened(config, checkpoint, checkpoint.choose_length(config.max_model_len))
+    if asked is not None and asked.model is not None:
+        from nanoengine.extensions.draft_model import DraftModel, check_vocabulary, draft_config
+
+        own = draft_config(config, asked)
+        theirs = open_checkpoint(own)
+        check_vocabulary(theirs, checkpoint)
+        draft = Opened(own, theirs, min(opened.max_model_len, theirs.choose_length(None)))
+        widths = theirs.vocab_size, checkpoint.vocab_size
+        drafts = DraftModel(start_runner(draft, draft_widths=widths), asked)
+        return start_runner(opened, before_forward, beside_bytes=drafts.block_bytes), drafts
+    if config.tensor_parallel_size > 1:
+        from nanoengine.extensions.parallel.ranks import start_ranks
+
+        return start_ranks(start_runner, opened, before_forward), None
+    return start_runner(opened, before_forward), None
+
+
+def find_scheduler(given: type[Any] | str | None) -> type[Scheduler]:
+    """Return the class that `scheduler_cls` names.
+
+    Raises:
+        TypeError, ValueError: it is not a subclass of `Scheduler`, or cannot be imported.
+    """
+    found = find_named("scheduler_cls", given) if isinstance(given, str) else given or Scheduler
+    if not isinstance(found, type) or not issubclass(found, Scheduler):
+        raise TypeError(f"scheduler_cls must be a subclass of nanoengine.engine.Scheduler, got {found!r}")
+    return found
+
+
+def start_runner(
+    opened: Opened,
+    before_forward: Callable[[], object] = lambda: None,
+    ranks: "Ranks | None" = None,
+    *,
+    draft_widths: tuple[int, int] | None = None,
+    beside_bytes: int = 0,
+) -> Started:
+    """Load a model on a device, size and allocate its KV cache and, if possible, capture CUDA graphs.
+
+    `ranks` are the processes that share the model, if it is shared. A draft model has draft_widths: the sizes
+    of its own vocabulary and of the target model's. beside_bytes is how much its K and V add to each block of
+    the target model. The runner calls `before_forward`.
 
     Raises:
         ValueError: the checkpoint or a setting is not supported, or there is too little memory.
     """
+    model, device, loaded = load(opened, ranks, draft_widths is not None)
+    config, num_groups = opened.config, len(loaded.kv_groups)
+    draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits), rank=device.fuse(sort_keys))
+    sample = partial(sample_rows, draw=draw, reports_processed=config.logprobs_mode == "processed_logprobs")
+    with uninterrupted(), device.running():  # a backend may run a trial on the GPU
+        attention = device.choose_attention(model.kv_specs, model.attention_settings)
+        device.reserve(loaded.max_num_batched_tokens, loaded.max_num_chunks, num_groups, loaded.table_width)
+        parts = model, device, attention, sample, loaded.block_size
+        rows = CachedRows(config.max_num_seqs, loaded.max_model_len)
+        if draft_widths is not None:
+            from nanoengine.extensions.draft_model import DraftRunner
+
+            runner: ModelRunner = DraftRunner(*draft_widths, *parts, rows=rows)
+        elif loaded.state_bytes:
+            from nanoengine.extensions.recurrent_states import StatefulRunner
+
+            runner = StatefulRunner(num_groups, *parts, rows=rows, before_forward=before_forward)
+        elif num_groups > 1:
+            from nanoengine.extensions.windows import WindowedRunner
+
+            runner = WindowedRunner(num_groups, *parts, rows=rows, before_forward=before_forward)
+        else:
+            runner = ModelRunner(*parts, rows=rows, before_forward=before_forward)
+        started = choose_sizes(opened, runner, loaded, beside_bytes)
+    allocate(started, started.num_blocks)
+    runner.stopwatch.clear()  # trial runs do not count as steps
+    return started
+
+
+def load(opened: Opened, ranks: "Ranks | None", is_draft: bool) -> tuple["Decoder | HFModel", Device, Loaded]:
+    """Load a model's weights onto its device, and give it the kernels of that device."""
+    config, checkpoint, length = opened
     written = config.quantization if config.quantization in FILE_FORMATS else None
     if config.quantization is not None and checkpoint.quant_method != written:
         found = checkpoint.quant_method or "unquantized"
@@ -53,20 +144,21 @@ def start_runner(
             f"quantization={config.quantization!r} does not match the checkpoint, whose weights are {found}"
         )
     with uninterrupted():  # a backend that fails in any way when it is tried is not used
-        device = wrap(open_device(config))
+        device = open_device(config) if ranks is None else ranks.wrap(open_device(config))
     pack = device.pack and uninterrupted()(device.pack)
-    torch_device = device.device
+    home, shard = device.device, None if ranks is None else ranks.shard
     with phase("kernels"):
         dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
-    where: dict[str, Any] = {"dtype": dtype, "device": torch_device, "max_model_len": max_model_len}
     with phase("weights"):
         try:
-            model = load_model(checkpoint, config, **where, shard=shard, pack=pack)
+            model = load_model(
+                checkpoint, config, dtype=dtype, device=home, max_model_len=length, shard=shard, pack=pack
+            )
         except torch.OutOfMemoryError as error:
             from nanoengine.models.load import describe_weights
 
             needed = describe_weights(checkpoint, config, dtype, shard)
-            raise ValueError(f"no room on {torch_device} for the weights: {needed}; {error}") from error
+            raise ValueError(f"no room on {home} for the weights: {needed}; {error}") from error
     digest = b""
     if config.kv_store is not None:
         from nanoengine.models.load import digest_weights
@@ -77,9 +169,6 @@ def start_runner(
         from nanoengine.backends.int8_cache import in_int8
 
         specs = in_int8(specs)
-    groups = group(specs, max_model_len)
-    states = getattr(model, "states", None)
-    has_states, state_bytes = states is not None, 0 if states is None else states.slot_bytes
     with phase("packing"), uninterrupted():
         device.prepare(model)
         if device.is_exact:
@@ -88,82 +177,19 @@ def start_runner(
 
             if isinstance(model, HFModel):
                 make_exact(model)
-    draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits), rank=device.fuse(sort_keys))
-    is_processed = config.logprobs_mode == "processed_logprobs"
-    sample = partial(sample_rows, draw=draw, reports_processed=is_processed)
-    block_size = config.block_size or device.block_size
-    max_num_tokens = config.max_num_batched_tokens or device.max_num_batched_tokens
-    rows_per_seq = 1 + config.num_speculative_tokens
-    max_num_chunks = config.max_num_seqs * rows_per_seq
-    table_width = -(-max_model_len // block_size)  # blocks of the longest sequence
-    with uninterrupted(), device.running():  # a backend may run a trial on the GPU
-        attention = device.choose_attention(model.kv_specs, model.attention_settings)
-        device.reserve(max_num_tokens, max_num_chunks, len(groups), table_width)
-        runner = choose_runner(groups, states is not None)(
-            *(model, device, attention, sample, block_size),
-            rows=CachedRows(config.max_num_seqs, max_model_len),
-            before_forward=before_forward,
-        )
-
-        # `Started` keeps these functions. They reach the model by way of the runner, so `close` can free it.
-        def make_caches(num_blocks: int, num_slots: int = 0) -> list[KVCache]:
-            if has_states:
-                runner.model.states.allocate(num_slots + NUM_RESERVED_SLOTS, torch_device)
-            return new_caches(specs, groups, num_blocks, block_size, torch_device)
-
-        @torch.inference_mode()
-        def capture() -> Forward:
-            parts = ("attention", attention.backend), ("model", runner.model)
-            obstacles = ["its layers have recurrent states"] if has_states else []
-            obstacles += [f"the {name} waits for the GPU" for name, part in parts if not part.capturable]
-            decode = runner.build_inputs(trial_batch([1], SamplingParams(), [0], samples=False))
-            largest = min(max_num_chunks, max_num_tokens)
-            return device.capture(
-                Decodes(decode, runner.compute, largest, table_width, block_size, obstacles)
-            )
-
-        longest = min(max_model_len - 1, max_num_tokens)  # leaves room for an output token
-        prompts = [longest] * (max_num_tokens // longest) + [max_num_tokens % longest]
-        prompts = [length for length in prompts if length][: config.max_num_seqs]
-        decodes = [1] * max(1, min(max_num_chunks, max_num_tokens) // rows_per_seq)
-        trial = plan_trial(runner, prompts, decodes, rows_per_seq, make_caches, capture)
-        counts = [config.num_kv_blocks, *([] if states is None else [config.num_state_slots])]
-        is_sized = config.kv_cache_bytes is not None or None not in counts
-        cache_bytes = config.kv_cache_bytes or (0 if is_sized else device.free_bytes(trial))
-        if is_sized:
-            device.warm_up(trial)
-        num_slots, bytes_left = 0, cache_bytes
-        if states is not None:
-            # One state per sequence that can run at once, and as many again for the prefix cache.
-            share = cache_bytes // (2 if specs else 1)
-            num_slots = config.num_state_slots or states.count_slots(2 * config.max_num_seqs, share)
-            bytes_left -= (num_slots + NUM_RESERVED_SLOTS) * state_bytes
-        one_bytes = block_bytes(specs, groups, block_size) + beside_bytes if specs else 0
-        if specs:
-            max_blocks = config.max_num_seqs * table_width * len(groups)
-            num_blocks = device.count_blocks(one_bytes, max_blocks, bytes_left)
-        else:
-            num_blocks = config.num_kv_blocks or MAX_FREE_BLOCKS
-        taken = (num_blocks + 1) * one_bytes + (num_slots + NUM_RESERVED_SLOTS) * state_bytes
-        memory = device.find_memory()
-        if memory is not None and taken > memory.num_bytes // config.tensor_parallel_size:
-            asked = f"{num_slots + NUM_RESERVED_SLOTS} states and " if num_slots else ""
-            raise ValueError(
-                f"too little memory for {asked}a KV cache of {num_blocks} blocks of {block_size} tokens: "
-                f"{taken / 2**30:.1f} GiB needed, {memory}; "
-                f"lower {'num_state_slots, ' if num_slots else ''}num_kv_blocks or kv_cache_bytes"
-            )
-        is_chosen = memory is not None and None in counts and config.kv_cache_bytes is None
-        shown = f"{taken / 2**30:.1f} GiB of the {memory}" if is_chosen else ""
-
-    def allocate(num_blocks: int) -> None:
-        with phase("KV cache"), uninterrupted(), device.running():
-            runner.set_caches(make_caches(num_blocks, num_slots), capture)
-
-    allocate(num_blocks)
-    runner.stopwatch.clear()  # trial runs do not count as steps
-    sizes = num_blocks, max_num_tokens, dtype, specs, groups, digest, num_slots, state_bytes
-    return Started(runner, *sizes, shown, allocate)
+    # A draft model has one block table per sequence.
+    groups = [KVGroup([*range(len(specs))], None)] if is_draft else group_layers(specs, length)
+    states, block_size = getattr(model, "states", None), config.block_size or device.block_size
+    loaded = Loaded(
+        *(dtype, digest, specs, groups),
+        state_bytes=0 if states is None else states.slot_bytes,
+        block_size=block_size,
+        max_model_len=length,
+        table_width=-(-length // block_size),
+        max_num_batched_tokens=config.max_num_batched_tokens or device.max_num_batched_tokens,
+        max_num_chunks=config.max_num_seqs * (1 + config.num_speculative_tokens),
+    )
+    return model, device, loaded
 
 
 def open_device(config: EngineConfig) -> Device:
@@ -175,45 +201,96 @@ def open_device(config: EngineConfig) -> Device:
         if device.index is None:  # steps may run in a thread with another current GPU
             device = torch.device("cuda", torch.cuda.current_device())
         return CUDA(device, config)
-    try:
-        from nanoengine.backends.cpu.cpu_device import CPU
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("nanoengine.backends.cpu"):
-            raise
-        logging.getLogger(__name__).warning("nanoengine/backends/cpu is missing: no compiled kernels")
-        return Device(device, config)
+    from nanoengine.backends.cpu.cpu_device import CPU
+
     return CPU(device, config)
 
 
-def plan_trial(
-    runner: ModelRunner,
-    prompts: list[int],
-    decodes: list[int],
-    rows_per_seq: int,
-    make_caches: Callable[[int], list[KVCache]],
-    capture: Callable[[], Forward],
-) -> Trial:
+def choose_sizes(opened: Opened, runner: ModelRunner, loaded: Loaded, beside_bytes: int) -> Started:
+    """Choose the caches' sizes: the user's, or what the memory has room for beside the largest steps."""
+    config, device, specs, state_bytes = opened.config, runner.device, loaded.kv_specs, loaded.state_bytes
+    counts = [config.num_kv_blocks, *([config.num_state_slots] if state_bytes else [])]
+    is_sized = config.kv_cache_bytes is not None or None not in counts
+    trial = plan_trial(config, runner, loaded)
+    cache_bytes = config.kv_cache_bytes or (0 if is_sized else device.free_bytes(trial))
+    if is_sized:
+        device.warm_up(trial)
+    num_slots = 0
+    if state_bytes:
+        # One state per sequence that can run at once, and as many again for the prefix cache.
+        share, most = cache_bytes // (2 if specs else 1), 2 * config.max_num_seqs
+        num_slots = config.num_state_slots or runner.model.states.count_slots(most, share)
+    taken = (num_slots + NUM_RESERVED_SLOTS) * state_bytes
+    if specs:
+        one_bytes = block_bytes(specs, loaded.kv_groups, loaded.block_size) + beside_bytes
+        max_blocks = config.max_num_seqs * loaded.table_width * len(loaded.kv_groups)
+        num_blocks = device.count_blocks(one_bytes, max_blocks, cache_bytes - taken)
+        taken += (num_blocks + 1) * one_bytes
+    else:
+        num_blocks = config.num_kv_blocks or MAX_FREE_BLOCKS
+    memory = device.find_memory()
+    if memory is not None and taken > memory.num_bytes // config.tensor_parallel_size:
+        asked = f"{num_slots + NUM_RESERVED_SLOTS} states and " if num_slots else ""
+        raise ValueError(
+            f"too little memory for {asked}a KV cache of {num_blocks} blocks of {loaded.block_size} tokens: "
+            f"{taken / 2**30:.1f} GiB needed, {memory}; "
+            f"lower {'num_state_slots, ' if num_slots else ''}num_kv_blocks or kv_cache_bytes"
+        )
+    shown = "" if memory is None or is_sized else f"{taken / 2**30:.1f} GiB of the {memory}"
+    return Started(opened, runner, loaded, num_blocks, num_slots, shown)
+
+
+def allocate(started: Started, num_blocks: int) -> None:
+    """Give a runner a KV cache of this many blocks, and capture its decode steps."""
+    runner, loaded = started.runner, started.loaded
+    with phase("KV cache"), uninterrupted(), runner.device.running():
+        caches = make_caches(runner, loaded, num_blocks, started.num_state_slots)
+        runner.set_caches(caches, lambda: capture(runner, loaded))
+
+
+def make_caches(runner: ModelRunner, loaded: Loaded, num_blocks: int, num_slots: int = 0) -> list[KVCache]:
+    """Allocate a KV cache per layer and, inside the model, the slots of its recurrent states."""
+    device = runner.device.device
+    if loaded.state_bytes:
+        runner.model.states.allocate(num_slots + NUM_RESERVED_SLOTS, device)
+    return new_caches(loaded.kv_specs, loaded.kv_groups, num_blocks, loaded.block_size, device)
+
+
+@torch.inference_mode()
+def capture(runner: ModelRunner, loaded: Loaded) -> Forward:
+    """Capture the decode steps of a runner with caches, if its parts and the device can be captured."""
+    parts = ("attention", runner.attention.backend), ("model", runner.model)
+    obstacles = ["its layers have recurrent states"] if loaded.state_bytes else []
+    obstacles += [f"the {name} waits for the GPU" for name, part in parts if not part.capturable]
+    decode = runner.build_inputs(trial_batch([1], SamplingParams(), [0], samples=False))
+    largest = min(loaded.max_num_chunks, loaded.max_num_batched_tokens)
+    return runner.device.capture(
+        Decodes(decode, runner.compute, largest, loaded.table_width, loaded.block_size, obstacles)
+    )
+
+
+def plan_trial(config: EngineConfig, runner: ModelRunner, loaded: Loaded) -> Trial:
     """Return a trial of the steps that need the most memory: the longest prompts, and the most decodes.
 
-    `prompts` and `decodes` are the chunk lengths of these steps. With draft tokens, each decode has
-    rows_per_seq rows. The runner must not have caches yet.
+    With draft tokens, each decode has several rows. The runner must not have caches yet.
     """
+    budget, rows_per_seq = loaded.max_num_batched_tokens, 1 + config.num_speculative_tokens
+    longest = min(loaded.max_model_len - 1, budget)  # leaves room for an output token
+    prompts = [longest] * (budget // longest) + [budget % longest]
+    prompts = [length for length in prompts if length][: config.max_num_seqs]
+    decodes = [1] * max(1, min(loaded.max_num_chunks, budget) // rows_per_seq)
     block_ids = list(range(1, -(-prompts[0] // runner.block_size) + 1))  # shared by all sequences
     most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
     # Fused functions are compiled once for many rows and once for one row. Do both now, before any request.
     sizes = (prompts, decodes, rows_per_seq), (prompts[:1], decodes[:1], 1)
-    batches = [
-        trial_batch(lengths, params, block_ids, rows=rows)
-        for of_prompts, of_decodes, num_rows in sizes
-        for lengths, params, rows in (
-            (of_prompts, SamplingParams(top_k=20), 1),
-            (of_decodes, most_work, num_rows),
-        )
-    ]
+    batches: list[ScheduledBatch] = []
+    for of_prompts, of_decodes, num_rows in sizes:
+        batches.append(trial_batch(of_prompts, SamplingParams(top_k=20), block_ids))
+        batches.append(trial_batch(of_decodes, most_work, block_ids, rows=num_rows))
 
     @contextmanager
     def caches() -> Iterator[int]:
-        runner.set_caches(make_caches(len(block_ids)))
+        runner.set_caches(make_caches(runner, loaded, len(block_ids)))
         memory = {id(x): x.nbytes for cache in runner.caches for x in (cache.k, cache.v)}  # groups share it
         try:
             yield sum(memory.values())
@@ -224,7 +301,8 @@ def plan_trial(
         for batch in batches:
             runner.collect(runner.launch(batch))
 
-    return Trial(f"{len(prompts)} prompts of up to {prompts[0]} tokens", caches, compute, capture)
+    what = f"{len(prompts)} prompts of up to {prompts[0]} tokens"
+    return Trial(what, caches, compute, lambda: capture(runner, loaded))
 
 
 def trial_batch(
@@ -237,3 +315,83 @@ def trial_batch(
         seq.block_table = block_table
         chunks += [Chunk(seq, 0, length, samples, seq.token_ids)] * rows
     return ScheduledBatch(chunks, [chunk.seq for chunk in chunks] if samples else [], rows * sum(lengths))
+
+
+def make_core(started: Started, draft_model: "DraftModel | None") -> EngineCore:
+    """Put the runner, a block manager and a scheduler together: the plain ones, or those of extensions."""
+    config, runner, loaded = started.opened.config, started.runner, started.loaded
+    speculation = config.speculation
+    if loaded.state_bytes:
+        for name, reason in (
+            ("speculative_config", "a rejected draft token cannot be removed from a state"),
+            ("kv_store", "it stores only K and V"),
+        ):
+            if getattr(config, name) is not None:
+                raise ValueError(f"{name} does not support models with recurrent states: {reason}")
+    blocks = make_blocks(started, draft_model)
+    needed: type[Scheduler] = Scheduler  # by drafts or states
+    needed_for, arguments = "", dict[str, Any]()
+    if speculation is not None:
+        arguments["max_drafting_seqs"] = speculation.max_drafting_seqs
+    if draft_model is not None:
+        from nanoengine.extensions.draft_model import ModelDraftingScheduler
+
+        allocate(draft_model.started, started.num_blocks)
+        needed, needed_for = ModelDraftingScheduler, "a draft model"
+        arguments["draft_model"] = draft_model
+    elif speculation is not None:
+        from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
+        from nanoengine.extensions.structured.constraints import GrammarProposer
+
+        needed, needed_for = DraftingScheduler, "speculative_config"
+        arguments["propose"] = GrammarProposer(NgramProposer(speculation), config.num_speculative_tokens)
+    elif loaded.state_bytes:
+        from nanoengine.extensions.recurrent_states import StatefulRunner, StatefulScheduler
+
+        assert isinstance(runner, StatefulRunner)
+        needed, needed_for = StatefulScheduler, "models with recurrent states"
+        arguments["spans"] = runner.spans
+    chosen = needed if config.scheduler_cls is None else find_scheduler(config.scheduler_cls)
+    if not issubclass(chosen, needed):
+        raise ValueError(f"with {needed_for}, scheduler_cls must extend {needed.__name__}, got {chosen}")
+    scheduler = chosen(
+        blocks,
+        **arguments,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=loaded.max_num_batched_tokens,
+        max_model_len=loaded.max_model_len,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+    )
+    is_async = runner.device.async_scheduling and speculation is None
+    max_in_flight = int(is_async if config.async_scheduling is None else config.async_scheduling)
+    if config.kv_store is None:
+        return EngineCore(scheduler, runner, max_in_flight)
+    from nanoengine.extensions.kvstore.connector import StoringCore
+
+    return StoringCore(scheduler, runner, max_in_flight)
+
+
+def make_blocks(started: Started, draft_model: "DraftModel | None") -> BlockManager:
+    """Return the block manager. Most models have one group of layers, without a window."""
+    config, loaded = started.opened.config, started.loaded
+    sizes = started.num_blocks, loaded.block_size
+    windows = [group.window for group in loaded.kv_groups]
+    if draft_model is not None:
+        windows[0] = None  # the draft model uses the first group's blocks, and may attend to all tokens
+    settings: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
+    if windows == [None] and config.kv_store is None and not loaded.state_bytes:
+        return BlockManager(*sizes, **settings)
+    from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
+
+    settings |= {"windows": windows, "max_chunk_tokens": loaded.max_num_batched_tokens}
+    if isinstance(started.runner, WindowedRunner):
+        settings["more_tables"] = started.runner.more_tables
+    if config.kv_store is not None:
+        from nanoengine.extensions.kvstore.connector import StoringBlockManager, connect
+
+        return StoringBlockManager(*sizes, connector=connect(started), **settings)
+    if loaded.state_bytes:
+        from nanoengine.extensions.recurrent_states import StatefulBlockManager
+
+        return StatefulBlockManager(*sizes, num_state_slots=started.num_state_slots, **settings)
+    return WindowedBlockManager(*sizes, **settings)

@@ -1,9 +1,8 @@
-"""`LLMEngine` takes requests and returns outputs. It is the one place that knows all parts of an engine.
+"""`LLMEngine` turns requests into sequences, and their tokens into outputs.
 
-`LLMEngine` chooses the block manager, the scheduler, the runner and the core, from engine.py or from
-extensions/, and runs the `EngineCore` step by step. Three helpers are used throughout. `uninterrupted` delays
-a Ctrl-C or a timeout to the end of a block, so that no state is left half changed. `Owner` lets only one
-thread use the engine at a time. `Inbox` holds outputs that have not been returned yet.
+assembly.py makes its `EngineCore`, which it runs step by step. Three helpers are used throughout.
+`uninterrupted` delays a Ctrl-C or a timeout to the end of a block, so that no state is left half changed.
+`Owner` lets only one thread use the engine at a time. `Inbox` holds outputs that have not been returned yet.
 """
 
 import itertools
@@ -18,18 +17,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from nanoengine.assembly import start_runner
-from nanoengine.backends.kv_cache import KVGroup
+from nanoengine.assembly import make_core, start_model
 from nanoengine.backends.threads import limit_threads
-from nanoengine.checkpoints.checkpoint import open_checkpoint
-from nanoengine.config import ONLINE_FORMATS, EngineConfig, find_named
+from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.detokenizer import Vocabulary
-from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
+from nanoengine.engine import Collected, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
-from nanoengine.started import Started
 from nanoengine.thread_ownership import Owner
 from nanoengine.timing import log
 from nanoengine.unknown_arguments import refuse_unserved
@@ -38,31 +34,6 @@ if TYPE_CHECKING:  # imported when metrics are read
     from nanoengine.metrics import Metric
 
 # ---- The engine ----------------------------------------------------------------------------------
-
-
-def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[..., ModelRunner]:
-    """Return the runner class for layers in these groups. Some layers may have recurrent states."""
-    if has_states:
-        from nanoengine.extensions.recurrent_states import StatefulRunner
-
-        return partial(StatefulRunner, len(groups))
-    if len(groups) == 1:
-        return ModelRunner
-    from nanoengine.extensions.windows import WindowedRunner
-
-    return partial(WindowedRunner, len(groups))
-
-
-def find_scheduler(given: type[Any] | str | None) -> type[Scheduler]:
-    """Return the class that `scheduler_cls` names.
-
-    Raises:
-        TypeError, ValueError: it is not a subclass of `Scheduler`, or cannot be imported.
-    """
-    found = find_named("scheduler_cls", given) if isinstance(given, str) else given or Scheduler
-    if not isinstance(found, type) or not issubclass(found, Scheduler):
-        raise TypeError(f"scheduler_cls must be a subclass of nanoengine.engine.Scheduler, got {found!r}")
-    return found
 
 
 class LLMEngine:
@@ -79,32 +50,9 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, before_forward: Callable[[], object] = lambda: None) -> None:
         self.config, self._threads = config, limit_threads()
-        self._scheduler_class = find_scheduler(config.scheduler_cls)
-        self.checkpoint = open_checkpoint(
-            str(config.model),
-            tokenizer=None if config.tokenizer is None else str(config.tokenizer),
-            revision=config.revision,
-            gguf_file=config.gguf_file,
-            model_impl=config.model_impl,
-            trust_remote_code=config.trust_remote_code,
-            hf_overrides=config.hf_overrides,
-            generation_config=config.generation_config,
-            load_format=config.load_format,
-        )
-        self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
-        start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
-        if config.tensor_parallel_size > 1:
-            from nanoengine.extensions.parallel.ranks import start_ranks
-
-            start = partial(start_ranks, start)
-        self.draft_model = None
-        if config.speculation is not None and config.speculation.model is not None:
-            from nanoengine.extensions.draft_model import DraftModel
-
-            self.draft_model = DraftModel.start(config, self.checkpoint, self.max_model_len, start_runner)
-            start = partial(start, beside_bytes=self.draft_model.block_bytes)
-        self.started = start(config, self.checkpoint, self.max_model_len, before_forward=before_forward)
-        self.core = self._assemble()
+        self.started, self.draft_model = start_model(config, before_forward)
+        self.core = make_core(self.started, self.draft_model)
+        _, self.checkpoint, self.max_model_len = self.started.opened
         self.runner, self.scheduler = self.core.runner, self.core.scheduler
         blocks = self.scheduler.block_manager
         self.checker = RequestChecker(self.checkpoint, config, self.max_model_len, blocks)
@@ -138,73 +86,6 @@ class LLMEngine:
         self._rest()
         log.info(self.describe())
 
-    def _assemble(self) -> EngineCore:
-        """Make the block manager, scheduler and core: plain classes, or the extensions that are needed."""
-        config, started = self.config, self.started
-        runner = started.runner
-        if started.num_state_slots:
-            for name, reason in (
-                ("speculative_config", "a rejected draft token cannot be removed from a state"),
-                ("kv_store", "it stores only K and V"),
-            ):
-                if getattr(config, name) is not None:
-                    raise ValueError(f"{name} does not support models with recurrent states: {reason}")
-        windows = [group.window for group in started.kv_groups]
-        if self.draft_model is not None:
-            windows[0] = None  # the draft model uses the first group's blocks, and may attend to all tokens
-        settings: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
-        if windows != [None] or config.kv_store is not None or started.num_state_slots:
-            settings |= {"windows": windows, "max_chunk_tokens": started.max_num_batched_tokens}
-            settings |= {"more_tables": getattr(runner, "more_tables", None)}
-        make_blocks: Callable[..., BlockManager] = BlockManager
-        make_core: Callable[..., EngineCore] = EngineCore
-        # The scheduler that drafts or states need, and its arguments.
-        needed: type[Scheduler] = Scheduler
-        arguments, needed_for = dict[str, Any](), ""
-        if config.kv_store is not None:
-            from nanoengine.extensions.kvstore.connector import StoringBlockManager, StoringCore, connect
-
-            settings["connector"] = connect(config, started, self.checkpoint.hf_config)
-            make_blocks, make_core = StoringBlockManager, StoringCore
-        elif started.num_state_slots:
-            from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulScheduler
-
-            make_blocks = partial(StatefulBlockManager, num_state_slots=started.num_state_slots)
-            stateful: Any = runner
-            needed, arguments = StatefulScheduler, {"spans": stateful.spans}
-            needed_for = "models with recurrent states"
-        elif windows != [None]:
-            from nanoengine.extensions.windows import WindowedBlockManager
-
-            make_blocks = WindowedBlockManager
-        blocks = make_blocks(started.num_blocks, runner.block_size, **settings)
-
-        is_async = runner.device.async_scheduling and config.speculation is None
-        if self.draft_model is not None:
-            needed, arguments = self.draft_model.scheduler(started)
-            needed_for = "a draft model"
-        elif config.speculation is not None:
-            from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
-            from nanoengine.extensions.structured.constraints import GrammarProposer
-
-            propose = GrammarProposer(NgramProposer(config.speculation), config.num_speculative_tokens)
-            most = config.speculation.max_drafting_seqs
-            needed, arguments = DraftingScheduler, {"propose": propose, "max_drafting_seqs": most}
-            needed_for = "speculative_config"
-        chosen = needed if config.scheduler_cls is None else self._scheduler_class
-        if not issubclass(chosen, needed):
-            raise ValueError(f"with {needed_for}, scheduler_cls must extend {needed.__name__}, got {chosen}")
-        scheduler = chosen(
-            blocks,
-            **arguments,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=started.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-        )
-        is_async = is_async if config.async_scheduling is None else config.async_scheduling
-        return make_core(scheduler, runner, max_in_flight=int(is_async))
-
     # -- what users call
 
     @classmethod
@@ -218,7 +99,7 @@ class LLMEngine:
         return SimpleNamespace(
             model=str(self.config.model),
             max_model_len=self.max_model_len,
-            dtype=self.started.dtype,
+            dtype=self.started.loaded.dtype,
             hf_config=self.checkpoint.hf_config,
             trust_remote_code=self.config.trust_remote_code,
         )
@@ -433,6 +314,7 @@ class LLMEngine:
     def describe(self) -> str:
         """Describe the engine to the user: model code, attention backend, device, weights and cache."""
         config, started, runner = self.config, self.started, self.runner
+        loaded = started.loaded
         attention = runner.attention
         blocks: Any = self.scheduler.block_manager
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
@@ -448,17 +330,17 @@ class LLMEngine:
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
         kind = config.kv_cache_dtype.replace("auto", "")
         cache = f"{kind} KV cache of {started.num_blocks} blocks of {runner.block_size} tokens".lstrip()
-        states = f"{started.num_state_slots} states of {started.state_bytes:,} bytes"
+        states = f"{started.num_state_slots} states of {loaded.state_bytes:,} bytes"
         windows = ""
-        if any(spec.window and spec.window < self.max_model_len for spec in started.kv_specs):
+        if any(spec.window and spec.window < self.max_model_len for spec in loaded.kv_specs):
             from nanoengine.extensions.windows import describe_windows
 
-            windows = describe_windows([group.window for group in started.kv_groups])
+            windows = describe_windows([group.window for group in loaded.kv_groups])
         proposer = getattr(config.speculation, "model", None) or "ngram"
         drafts = f"up to {config.num_speculative_tokens} draft tokens ({proposer}), no async scheduling"
         remarks = [
-            f"{str(started.dtype).removeprefix('torch.')}{weights} on {runner.device.device}",
-            cache if started.kv_specs else "no KV cache",
+            f"{str(loaded.dtype).removeprefix('torch.')}{weights} on {runner.device.device}",
+            cache if loaded.kv_specs else "no KV cache",
             windows,
             states if started.num_state_slots else "",
             started.memory,

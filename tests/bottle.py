@@ -31,10 +31,11 @@ from nanoengine.backends.device import Attention, Device, Download
 from nanoengine.backends.kv_cache import KVSpec, group_layers
 from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.checkpoints.checkpoint import open_checkpoint
+from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions.structured.constraints import Grammars
 from nanoengine.sampling.sampler import CachedRows, sample_rows
-from nanoengine.started import Started
+from nanoengine.started import Loaded, Opened, Started
 from tests.helpers import DEMO
 
 torch.set_num_threads(1)  # several would wait for each other longer than they compute
@@ -206,8 +207,8 @@ class EngineThread:
 def virtual(loop: Loop):
     """Give the engine this loop's clock, queue and thread, and a model that is a `Chain`."""
 
-    def start(config, checkpoint, max_model_len, **others):
-        return start_chain(config, loop, others["before_forward"])
+    def start(opened, before_forward):
+        return start_chain(opened, loop, before_forward)
 
     def thread_of(**named):
         return EngineThread(**named)
@@ -226,8 +227,8 @@ def virtual(loop: Loop):
         patch.setattr(signal, "getsignal", lambda number: None)
         patch.setattr("nanoengine.async_llm.queue", SimpleNamespace(SimpleQueue=lambda: Commands(loop)))
         patch.setattr("nanoengine.async_llm.threading", fakes)
-        patch.setattr("nanoengine.llm_engine.start_runner", start)
-        patch.setattr("nanoengine.llm_engine.open_checkpoint", lambda *_, **__: demo())
+        patch.setattr("nanoengine.assembly.start_runner", start)
+        patch.setattr("nanoengine.assembly.open_checkpoint", lambda *_, **__: demo())
         patch.setattr("nanoengine.extensions.structured.constraints.Grammars", lambda *_: grammars())
         try:
             yield
@@ -241,7 +242,7 @@ def virtual(loop: Loop):
 @cache
 def demo() -> Any:
     """Return the bundled checkpoint: its tokenizer, template and settings. Its weights are not read."""
-    return open_checkpoint(str(DEMO))
+    return open_checkpoint(EngineConfig(model=DEMO))
 
 
 @cache
@@ -329,8 +330,9 @@ def laid_out(metadata: Any, size: int) -> Any:
     return metadata, size
 
 
-def start_chain(config: Any, loop: Any, before_forward: Any) -> Started:
+def start_chain(opened: Opened, loop: Any, before_forward: Any) -> Started:
     """Return a runner of a `Chain` in place of a model's."""
+    config: Any = opened.config
     specs = [KVSpec(1, 1, 1, torch.int64)]
     size, budget = config.block_size, config.max_num_batched_tokens
     model: Any = Chain((config.num_kv_blocks + 1) * size)
@@ -341,10 +343,11 @@ def start_chain(config: Any, loop: Any, before_forward: Any) -> Started:
     runner = ModelRunner(
         model, device, attention, sample_rows, size, rows=rows, before_forward=before_forward
     )
-    groups = group_layers(specs, 1 << 20)
-    return Started(
-        runner, config.num_kv_blocks, budget, torch.float32, specs, groups, b"", 0, 0, "", lambda number: None
+    loaded = Loaded(
+        *(torch.float32, b"", specs, group_layers(specs, 1 << 20), 0, size, opened.max_model_len, 1, budget),
+        max_num_chunks=config.max_num_seqs * (1 + config.num_speculative_tokens),
     )
+    return Started(opened, runner, loaded, config.num_kv_blocks, num_state_slots=0, memory="")
 
 
 # ---- The network -------------------------------------------------------------------------------------

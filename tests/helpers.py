@@ -25,6 +25,8 @@ import nanoengine
 from nanoengine import LLM
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
+from nanoengine.checkpoints import checkpoint as checkpoint_module
+from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
 from nanoengine.sampling.logprobs import read_tables, report_samples
 from nanoengine.sampling.sampler import draw_tokens, read_tokens
@@ -175,6 +177,11 @@ def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         model.answers = {}  # the cache of `greedy`: the model does not change any more
         _checkpoints[name] = path, model
     return _checkpoints[name]
+
+
+def open_checkpoint(model: Path | str, **settings: Any) -> checkpoint_module.Checkpoint:
+    """Open a checkpoint as an engine with these settings does."""
+    return checkpoint_module.open_checkpoint(EngineConfig(model=model, **settings))
 
 
 def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -505,8 +512,8 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 assert [output.outputs[0].token_ids for output in outputs] == expected
             counts.update(llm.metrics())
-            holds_blocks = bool(llm.llm_engine.started.kv_specs)
-            if llm.llm_engine.started.kv_groups[-1].window is None:
+            holds_blocks = bool(llm.llm_engine.started.loaded.kv_specs)
+            if llm.llm_engine.started.loaded.kv_groups[-1].window is None:
                 break
     assert bool(counts["num_preemptions"]) == holds_blocks  # without a KV cache, no preemption
     assert counts["prefix_cache_hits"] > 0

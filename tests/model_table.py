@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.checkpoints.hf_config import language_part
 from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
 from tests.helpers import (
@@ -30,6 +29,7 @@ from tests.helpers import (
     TINY,
     check_served,
     composite_of,
+    open_checkpoint,
     with_random_norms,
 )
 

@@ -522,7 +522,9 @@ class World:
         except AssertionError as error:
             self.law(False, f"the scheduler's books are wrong: {error}")
         num_rows = sum(chunk.end - chunk.start for chunk in batch.chunks)
-        self.law(num_rows == batch.num_tokens <= started.max_num_batched_tokens, "a step is over its budget")
+        self.law(
+            num_rows == batch.num_tokens <= started.loaded.max_num_batched_tokens, "a step is over its budget"
+        )
         num_drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
         max_rows = settings["max_num_seqs"] * (1 + num_drafts)
         self.law(len(batch.sampled_seqs) <= max_rows, "a step has too many rows")

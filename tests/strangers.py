@@ -126,7 +126,7 @@ def start_model(model: Path, lora: Path | None, impl: Any = "auto") -> tuple[Any
     with LLM(str(model), lora=lora, model_impl=impl, **SETTINGS) as llm:
         prompts: list[Any] = [{"prompt_token_ids": IDS}]
         prompts += ["Don't 12345 fooBar \n\n日本"] * (llm.get_tokenizer() is not None)
-        return llm.generate(prompts, params, use_tqdm=False)[0], llm.llm_engine.started.dtype
+        return llm.generate(prompts, params, use_tqdm=False)[0], llm.llm_engine.started.loaded.dtype
 
 
 def check_answer(answer: Any, dtype: torch.dtype, model: Path, lora: Path | None) -> None:

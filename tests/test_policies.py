@@ -8,10 +8,10 @@ from typing import ClassVar
 import pytest
 
 from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.assembly import find_scheduler
 from nanoengine.cli import bench
 from nanoengine.engine import Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
-from nanoengine.llm_engine import find_scheduler
 from tests.helpers import DEMO, finish
 from tests.model_table import small_config, small_model
 from tests.test_scheduling_machine import BRIEFLY, ExtendedMachine

@@ -16,11 +16,10 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.chat.templates import apply_template
 from nanoengine.checkpoints import checkpoint
-from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.checkpoints.safetensors_files import as_value_error
 from nanoengine.config import EngineConfig
 from nanoengine.signals import _Delay, uninterrupted
-from tests.helpers import DEMO, Lines
+from tests.helpers import DEMO, Lines, open_checkpoint
 from tests.laws import check_laws
 from tests.serving import TIMEOUT
 

@@ -25,6 +25,7 @@ from nanoengine.checkpoints.safetensors_files import (
     read_config,
     read_json,
 )
+from nanoengine.config import EngineConfig
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
 from nanoengine.timing import phase
@@ -172,44 +173,67 @@ class Checkpoint:
         return length
 
 
-def open_checkpoint(
-    model: str,
-    *,
-    tokenizer: str | None = None,
-    revision: str | None = None,
-    gguf_file: str | None = None,
-    model_impl: str = "auto",
-    trust_remote_code: bool = False,
-    hf_overrides: dict[str, Any] | None = None,
-    generation_config: str = "auto",
-    load_format: str = "auto",
-) -> Checkpoint:
-    """Find a checkpoint and read everything except its weights.
-
-    `model_impl` chooses the code: "nanoengine" is decoder.py, "transformers" is hf.py, and "auto" prefers
-    decoder.py if it supports the model. `hf_overrides` replaces fields of config.json. If `generation_config`
-    is "vllm", no sampling parameter is read from the checkpoint. With `load_format` "dummy" no weights are
-    downloaded.
+def open_checkpoint(config: EngineConfig) -> Checkpoint:
+    """Find the config's model and tokenizer, and read everything except the weights.
 
     Raises:
-        ValueError: `model` is not a checkpoint, or the checkpoint is not supported. The message says why.
+        ValueError: the model is not a checkpoint, or the checkpoint is not supported. The message says why.
         OSError: a hub id cannot be found, or the hub cannot be reached.
     """
-    path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
+    has_weights, overrides = config.load_format != "dummy", config.hf_overrides or {}
+    path = _resolve(str(config.model), config.revision, config.gguf_file, with_weights=has_weights)
     generation = read_json(path / GENERATION_CONFIG, default={})
     with phase("header"):
         gguf = None if path.is_dir() else _open_gguf(path)
     with phase("config"):
-        config = read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
+        whole = read_config(path, config.trust_remote_code) if gguf is None else gguf.read_config()
     fields = read_json(path / "config.json", default={})
     ends = fields if gguf is None else {"eos_token_id": gguf.end_ids()}
-    stated_eos = _stated_eos(config, ends, hf_overrides or {})
+    stated_eos = _stated_eos(whole, ends, overrides)
     part = None  # the language model's config, if the model is multimodal
-    is_text_only = config.get_text_config(decoder=True) is config
-    if hf_overrides or architecture_of(config) not in SUPPORTED_ARCHITECTURES or not is_text_only:
+    is_text_only = whole.get_text_config(decoder=True) is whole
+    if overrides or architecture_of(whole) not in SUPPORTED_ARCHITECTURES or not is_text_only:
         from nanoengine.checkpoints.hf_config import adapt
 
-        config, part = adapt(config, fields, hf_overrides or {})
+        whole, part = adapt(whole, fields, overrides)
+    quantization, decoder_config = _choose_code(path, whole, part, config.model_impl)
+    if config.tokenizer is not None:
+        home = _resolve(str(config.tokenizer), None, for_tokenizer=True)
+        tokenizer = _load_tokenizer(home, config.trust_remote_code)
+        if tokenizer is None:
+            raise ValueError(
+                f"tokenizer {str(config.tokenizer)!r} holds none of {', '.join(TOKENIZER_FILES)}"
+            )
+    else:
+        with phase("tokenizer"):
+            tokenizer = _load_tokenizer(path, config.trust_remote_code, gguf)
+    hf_config, eos = whole if part is None else part, list[int]()
+    for name, ids in (
+        ("the tokenizer", getattr(tokenizer, "eos_token_id", None)),
+        *(("config.json", ids) for ids in stated_eos),
+        (GENERATION_CONFIG, generation.get("eos_token_id")),
+    ):
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(token_id) is int for token_id in ids):
+            raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
+        eos += ids
+    known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
+    given = {} if config.generation_config == "vllm" else generation
+    checkpoint = Checkpoint(
+        *(path, hf_config, decoder_config, tokenizer, tuple(known), given, part is not None),
+        *(quantization, gguf),
+    )
+    checkpoint.default_sampling_params()  # raise its errors now
+    return checkpoint
+
+
+def _choose_code(
+    path: Path, config: Any, part: Any, model_impl: str
+) -> tuple[dict[str, Any] | None, DecoderConfig | None]:
+    """Return the settings of quantized weights, and the config for decoder.py if that supports the model.
+
+    `part` is the language model's config, if `config` is a multimodal model's.
+    """
     architecture, hf_config = architecture_of(config), config if part is None else part
     quantization = decoder_config = None
     try:
@@ -235,32 +259,7 @@ def open_checkpoint(
             check_config(hf_config)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
-    if tokenizer is not None:
-        loaded = _load_tokenizer(_resolve(tokenizer, None, for_tokenizer=True), trust_remote_code)
-        if loaded is None:
-            raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
-    else:
-        with phase("tokenizer"):
-            loaded = _load_tokenizer(path, trust_remote_code, gguf)
-    eos: list[int] = []
-    for name, ids in (
-        ("the tokenizer", getattr(loaded, "eos_token_id", None)),
-        *(("config.json", ids) for ids in stated_eos),
-        (GENERATION_CONFIG, generation.get("eos_token_id")),
-    ):
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(type(token_id) is int for token_id in ids):
-            raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
-        eos += ids
-    known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
-    if generation_config == "vllm":
-        generation = {}
-    checkpoint = Checkpoint(
-        *(path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None),
-        *(quantization, gguf),
-    )
-    checkpoint.default_sampling_params()  # raise its errors now
-    return checkpoint
+    return quantization, decoder_config
 
 
 def _stated_eos(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) -> list[Any]:

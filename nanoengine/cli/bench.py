@@ -65,7 +65,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     All requests arrive at once. Latencies are the 50th, 90th and 99th percentile, in seconds.
     """
     workload, device = WORKLOADS[args.workload], llm.llm_engine.runner.device.device
-    dtype = llm.llm_engine.started.dtype
+    dtype = llm.llm_engine.started.loaded.dtype
     vocab_size = llm.llm_engine.checkpoint.vocab_size
     prompt_lens, output_lens = workload.lengths()
     serve(llm, workload.prompts("warm-up", vocab_size)[:8], [8] * min(8, workload.num_requests))

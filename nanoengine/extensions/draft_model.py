@@ -15,7 +15,6 @@ grammar. So a draft is often right if the two models' probabilities are close, a
 Source: https://arxiv.org/abs/2211.17192
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -25,9 +24,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from nanoengine.backends.kv_cache import KVGroup, block_bytes
-from nanoengine.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from nanoengine.config import EngineConfig
+from nanoengine.backends.kv_cache import block_bytes
+from nanoengine.checkpoints.checkpoint import Checkpoint
+from nanoengine.config import EngineConfig, SpeculativeConfig
 from nanoengine.engine import Block, Chunk, ModelRunner, Prefix, ScheduledBatch, Sequence
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.structured.constraints import Constraint
@@ -81,56 +80,19 @@ class DraftRunner(ModelRunner):
 class DraftModel:
     """Computes drafts for all sequences of a step at once."""
 
-    def __init__(self, started: Started, max_model_len: int, max_drafts: int, max_drafting_seqs: int) -> None:
-        self.started, self.runner = started, started.runner
-        self.max_model_len = max_model_len  # longer sequences have no drafts
-        self.max_drafts, self.max_drafting_seqs = max_drafts, max_drafting_seqs  # see `SpeculativeConfig`
-        self.block_bytes = block_bytes(started.kv_specs, started.kv_groups, started.runner.block_size)
-        self.shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
-        self.blocks: list[Block] = []  # the block manager's
-        self.computed_blocks: dict[int, Prefix | None] = {}  # block_id -> the prefix of its K and V
-
-    @classmethod
-    def start(
-        cls,
-        config: EngineConfig,
-        target: Checkpoint,
-        max_model_len: int,
-        start_runner: Callable[..., Started],
-    ) -> Self:
-        """Load the draft model of `speculative_config` with `assembly.start_runner`.
-
-        Raises:
-            ValueError: the draft model or a setting does not work with the target model.
-        """
-        asked: Any = config.speculation
-        if config.tensor_parallel_size > 1:
-            raise ValueError(f"a draft model needs tensor_parallel_size=1, got {config.tensor_parallel_size}")
-        own: dict[str, Any] = {"revision": asked.revision, "quantization": asked.quantization}
-        own |= {"model": str(asked.model), "dtype": asked.dtype or config.dtype, "num_kv_blocks": 1}
-        # Two decodes per sequence: see `draft`.
-        own["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 1}
-        names = "tokenizer gguf_file kv_cache_bytes lora kv_store trace hf_overrides"
-        config = replace(config, **{name: None for name in names.split()} | own)
-        same = {name: getattr(config, name) for name in ("model_impl", "trust_remote_code", "load_format")}
-        checkpoint = open_checkpoint(own["model"], revision=asked.revision, generation_config="vllm", **same)
-        check_vocabulary(checkpoint, target)
-        length = min(max_model_len, checkpoint.choose_length(None))
-        choose: Any = lambda *_: partial(DraftRunner, checkpoint.vocab_size, target.vocab_size)  # noqa: E731
-        group: Any = lambda specs, _: [KVGroup([*range(len(specs))], None)]  # noqa: E731  one block table
-        started = start_runner(config, checkpoint, length, choose_runner=choose, group=group)
+    def __init__(self, started: Started, asked: SpeculativeConfig) -> None:
         if started.num_state_slots:
             raise ValueError(
                 f"the draft model {asked.model} has recurrent states, from which a rejected draft token "
                 "cannot be removed"
             )
-        return cls(started, length, asked.num_speculative_tokens, asked.max_drafting_seqs)
-
-    def scheduler(self, target: Started) -> tuple[type[DraftingScheduler], dict[str, Any]]:
-        """Allocate K and V for the target model's blocks. Return the scheduler's class and its arguments."""
-        self.started.allocate(target.num_blocks)
-        arguments = {"draft_model": self, "max_drafting_seqs": self.max_drafting_seqs}
-        return ModelDraftingScheduler, arguments
+        self.started, self.runner, loaded = started, started.runner, started.loaded
+        self.max_model_len = loaded.max_model_len  # longer sequences have no drafts
+        self.max_drafts = asked.num_speculative_tokens
+        self.block_bytes = block_bytes(loaded.kv_specs, loaded.kv_groups, loaded.block_size)
+        self.shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
+        self.blocks: list[Block] = []  # the block manager's
+        self.computed_blocks: dict[int, Prefix | None] = {}  # block_id -> the prefix of its K and V
 
     def follow(self, seq: Sequence, blocks: list[Block]) -> Shadow:
         """Return a sequence's shadow, up to date with its tokens and blocks."""
@@ -157,7 +119,7 @@ class DraftModel:
         """
         drafts: dict[Sequence, list[int]] = {}
         size, shadows = self.runner.block_size, self.shadows
-        budget, chunks = self.started.max_num_batched_tokens, list[Chunk]()
+        budget, chunks = self.started.loaded.max_num_batched_tokens, list[Chunk]()
         for seq in sorted(sizes, key=lambda seq: len(seq.token_ids) - shadows[seq].num_computed):
             shadow = self.follow(seq, self.blocks)  # again: it may hit blocks that this pass computes
             num_known = len(seq.token_ids)
@@ -195,6 +157,19 @@ class DraftModel:
                         end = len(view.token_ids)
                         chunks.append(Chunk(view, end - 1, end, True, view.token_ids))
         return drafts
+
+
+def draft_config(config: EngineConfig, asked: SpeculativeConfig) -> EngineConfig:
+    """Return the settings of the draft model that `speculative_config` asks for."""
+    if config.tensor_parallel_size > 1:
+        raise ValueError(f"a draft model needs tensor_parallel_size=1, got {config.tensor_parallel_size}")
+    names = "tokenizer", "gguf_file", "kv_cache_bytes", "lora", "kv_store", "trace", "hf_overrides"
+    own: dict[str, Any] = dict.fromkeys(names)
+    own |= {"model": asked.model, "revision": asked.revision, "quantization": asked.quantization}
+    own |= {"dtype": asked.dtype or config.dtype, "generation_config": "vllm"}
+    # One block until the target model's number is known, and two decodes per sequence: see `draft`.
+    own |= {"num_kv_blocks": 1, "speculative_config": {"method": "ngram", "num_speculative_tokens": 1}}
+    return replace(config, **own)
 
 
 def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from nanoengine.assembly import find_scheduler
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager
 from nanoengine.flags import FlexibleArgumentParser, argparse_type
@@ -56,7 +57,7 @@ from nanoengine.lab.simulation import (
     read_arrivals,
     simulate,
 )
-from nanoengine.llm_engine import LLMEngine, find_scheduler
+from nanoengine.llm_engine import LLMEngine
 
 
 def cells(report: Report) -> dict[str, str]:

@@ -10,9 +10,8 @@ from transformers import AutoConfig
 
 from benchmarks.llama_cpp import LlamaCpp, prepare
 from nanoengine import LLM, SamplingParams
-from nanoengine.checkpoints.checkpoint import open_checkpoint
 from tests.checkpoints.test_quantized_formats import gguf_name
-from tests.helpers import checkpoint, random_prompts
+from tests.helpers import checkpoint, open_checkpoint, random_prompts
 
 gguf = pytest.importorskip("gguf")
 

@@ -12,8 +12,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.checkpoints.checkpoint import open_checkpoint
-from tests.helpers import DEMO
+from tests.helpers import DEMO, open_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = "owner/name"

@@ -20,13 +20,12 @@ import transformers
 from tokenizers import models, pre_tokenizers, trainers
 
 from nanoengine.backends.quantized import floats
-from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.checkpoints.gguf import ENDS, SCALARS, GGUFFile, Header
 from nanoengine.checkpoints.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.load import check_fit
 from tests.checkpoints.test_quantized_formats import close, gguf_writer, merging_tokenizer, write_gguf
-from tests.helpers import TINY
+from tests.helpers import TINY, open_checkpoint
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 CONTROL = ["<|bos|>", "<|eos|>", "<\uff5cUser\uff5c>"]

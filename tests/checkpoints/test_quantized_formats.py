@@ -23,10 +23,18 @@ from transformers import AutoTokenizer
 from benchmarks.llama_cpp import write_gguf as write_for_llama_cpp
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.cpu_device import CPU
-from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.checkpoints.gguf import READERS
 from nanoengine.checkpoints.quantized_formats import QuantizedFiles
-from tests.helpers import DEMO, TINY, change_tensors, checkpoint, greedy, hf_model, random_prompts
+from tests.helpers import (
+    DEMO,
+    TINY,
+    change_tensors,
+    checkpoint,
+    greedy,
+    hf_model,
+    open_checkpoint,
+    random_prompts,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
 

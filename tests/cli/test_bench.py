@@ -25,7 +25,7 @@ from benchmarks.runs import measurements
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.roofline import measure_limits, roofline_seconds
 from nanoengine.cli.workloads import SHAPES, WORKLOADS, Workload, parse_custom
-from tests.helpers import DEMO
+from tests.helpers import DEMO, open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -351,7 +351,6 @@ def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, mo
 
 
 def test_the_engine_serves_every_built_in_shape(tmp_path):
-    from nanoengine.checkpoints.checkpoint import open_checkpoint
 
     for name, config in SHAPES.items():
         (tmp_path / name).mkdir()

@@ -302,7 +302,7 @@ def test_the_draft_model_has_a_dtype_and_a_quantization_of_its_own(target, caplo
         weights = [weakref.ref(one.model) for one in (model.runner, llm.llm_engine.runner)]
         params = SamplingParams(temperature=0, max_tokens=20)
         llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        assert (model.dtype, llm.llm_engine.started.dtype) == (torch.bfloat16, torch.float32)
+        assert (model.loaded.dtype, llm.llm_engine.started.loaded.dtype) == (torch.bfloat16, torch.float32)
         assert "PackedLinear" in {type(one).__name__ for one in model.runner.model.modules()}
         assert len(model.runner.caches[0].k) == len(llm.llm_engine.runner.caches[0].k) == 21
         assert f"4 draft tokens ({target})" in caplog.messages[-1]

@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 import nanoengine
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu.cpu_device import CPU
-from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.engine import build_inputs
 from nanoengine.extensions.parallel import processes
@@ -33,8 +32,9 @@ from nanoengine.extensions.parallel import ranks as parallel
 from nanoengine.extensions.parallel.processes import Workers
 from nanoengine.extensions.parallel.shard import Shard
 from nanoengine.outputs import EngineDeadError
+from nanoengine.started import Opened
 from tests import doubles
-from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
+from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, open_checkpoint, random_prompts
 from tests.laws import check_laws
 from tests.serving import TIMEOUT, wait_until
 
@@ -199,7 +199,7 @@ def test_more_ranks_than_gpus_are_refused_and_the_error_has_both_numbers(monkeyp
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = EngineConfig(model=DEMO, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 needs 2 GPUs, found 1"):
-        parallel.start_ranks(pytest.fail, config, open_checkpoint(str(DEMO)), 64)
+        parallel.start_ranks(pytest.fail, Opened(config, open_checkpoint(DEMO), 64), lambda: None)
 
 
 class FakeGroup:

@@ -384,7 +384,7 @@ def test_memory_is_shared_between_states_and_blocks(served):
     with LLM(path, kv_cache_bytes=1 << 20, block_size=8) as llm:
         started = llm.llm_engine.started
         kv = sum(cache.k.nbytes + cache.v.nbytes for cache in llm.llm_engine.runner.caches)
-        states = started.state_bytes * (started.num_state_slots + NUM_RESERVED_SLOTS)
+        states = started.loaded.state_bytes * (started.num_state_slots + NUM_RESERVED_SLOTS)
         assert (1 << 20) * 0.9 < kv + states <= 1 << 20
         assert states <= 1 << 19
 

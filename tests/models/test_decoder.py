@@ -37,7 +37,7 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
     settings = {"num_kv_blocks": 100, "block_size": 16, "enable_prefix_caching": False}
     with LLM(str(path), enforce_eager=enforce_eager, **settings) as llm:
-        assert llm.llm_engine.started.dtype == torch.float32
+        assert llm.llm_engine.started.loaded.dtype == torch.float32
         assert (llm.llm_engine.runner.device.kernels is None) == enforce_eager
         expected = [greedy(reference, prompt, NUM_NEW) for prompt in prompts]
         batched = llm.generate(prompts * 2, params, use_tqdm=False)

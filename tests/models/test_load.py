@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.quantized import PackedEmbedding
-from nanoengine.checkpoints.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
+from nanoengine.checkpoints.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers
 from nanoengine.models.load import load_model
@@ -30,6 +30,7 @@ from tests.helpers import (
     checkpoint,
     greedy,
     hf_model,
+    open_checkpoint,
     random_prompts,
 )
 

@@ -39,7 +39,6 @@ from xxhash import xxh3_128
 
 from nanoengine.backends.device import Download, upload
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
-from nanoengine.config import EngineConfig
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.kvstore.stores import DirectoryStore, Store, open_store
 from nanoengine.extensions.windows import WindowedBlockManager
@@ -472,12 +471,13 @@ class StoringCore(EngineCore):
         super().close()
 
 
-def connect(config: EngineConfig, started: Started, hf_config: Any) -> KVConnector:
+def connect(started: Started) -> KVConnector:
     """Open the store that `EngineConfig.kv_store` specifies, and connect it to a runner's KV cache.
 
     Raises ValueError if the store cannot be opened.
     """
-    runner, specs, groups = started.runner, started.kv_specs, started.kv_groups
-    weights = started.weights_digest.hex(), config.quantization, config.activations
-    fingerprint = fingerprint_of(weights, hf_config, [runner.block_size, specs, groups])
+    opened, runner, loaded = started.opened, started.runner, started.loaded
+    config, specs, groups = opened.config, loaded.kv_specs, loaded.kv_groups
+    weights = loaded.weights_digest.hex(), config.quantization, config.activations
+    fingerprint = fingerprint_of(weights, opened.checkpoint.hf_config, [runner.block_size, specs, groups])
     return KVConnector(open_store(config.kv_store), runner, specs, groups, fingerprint)

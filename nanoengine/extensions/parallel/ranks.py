@@ -26,10 +26,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,14 +38,12 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward
 from nanoengine.backends.step_inputs import ModelInputs, send_inputs
-from nanoengine.checkpoints.checkpoint import Checkpoint
-from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions.parallel.processes import Workers
 from nanoengine.extensions.parallel.shard import Shard
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import EngineDeadError
-from nanoengine.started import Started
+from nanoengine.started import Opened, Started
 
 dist: Any = torch.distributed  # the methods of its process groups are untyped
 
@@ -179,6 +176,10 @@ class Ranks:
             raise EngineDeadError(f"the engine has failed, create another one: {self.lost}") from error
 
     # -- startup and shutdown
+
+    def wrap(self, device: Device) -> Device:
+        """Return the rank's device with the communication between ranks added."""
+        return cast(Device, ParallelDevice(self, device))
 
     def close(self) -> None:
         """Tell the other ranks to end, and wait until the processes started here have ended."""
@@ -399,40 +400,30 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
 
 # ---- Startup -------------------------------------------------------------------------------------
 
-Start = Callable[..., Started]  # `assembly.start_runner` with its choose_runner filled in
+# `assembly.start_runner`. The runner calls the function before each forward pass.
+Start = Callable[[Opened, Callable[[], object], Ranks], Started]
 
 
-def serve(
-    rank: int,
-    start: Start,
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    max_model_len: int,
-    port: int,
-    num_threads: int | None,
-) -> None:
+def serve(rank: int, start: Start, opened: Opened, port: int, num_threads: int | None) -> None:
     """Serve as a rank of an engine until rank 0 closes. Each process of `Workers` runs this.
 
     The port is that of rank 0's store, on the loopback interface.
     """
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.add("ready", 1)
-    shard, device = _shard_of(config, checkpoint, rank), config.resolve_device()
+    shard, device = _shard_of(opened, rank), opened.config.resolve_device()
     ranks = Ranks(store, shard, device, is_one_host=True, num_threads=num_threads)
-    follow(_start_rank(ranks, rank, start, config, checkpoint, max_model_len).runner, ranks)
+    follow(start(_on_gpu(opened, rank), lambda: None, ranks).runner, ranks)
 
 
-def _start_rank(ranks: Ranks, gpu: int, start: Start, config: EngineConfig, *model: Any) -> Started:
-    """Start a rank's runner. If the ranks run on GPUs, its device is the GPU with this number."""
-    if config.resolve_device().type == "cuda":
-        config = replace(config, device=f"cuda:{gpu}")
-    return start(config, *model, shard=ranks.shard, wrap=partial(ParallelDevice, ranks))
+def _on_gpu(opened: Opened, gpu: int) -> Opened:
+    """Return a rank's model. If the ranks run on GPUs, its device is the GPU with this number."""
+    is_gpu = opened.config.resolve_device().type == "cuda"
+    return opened._replace(config=replace(opened.config, device=f"cuda:{gpu}")) if is_gpu else opened
 
 
-def start_ranks(
-    start: Start, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, **settings: Any
-) -> Started:
-    """Start all ranks, and return rank 0's runner. Only rank 0 gets the further settings.
+def start_ranks(start: Start, opened: Opened, before_forward: Callable[[], object]) -> Started:
+    """Start all ranks, and return rank 0's runner. Only rank 0's calls `before_forward`.
 
     The other ranks are processes started here on this host or, under torchrun, the processes that it started.
     Under torchrun only rank 0 returns. The others serve until rank 0 closes, and then raise SystemExit.
@@ -441,24 +432,25 @@ def start_ranks(
         ValueError: the model cannot be divided among this many ranks, or there are not enough of them.
         EngineDeadError: a rank could not be started, or ended meanwhile. The message includes its traceback.
     """
+    config, checkpoint, _ = opened
     size = config.tensor_parallel_size
     if checkpoint.decoder_config is None:
         raise ValueError(
             f"tensor_parallel_size={size} needs a model that runs on nanoengine's own code; "
             f"{checkpoint.architecture} runs on transformers' code"
         )
-    _shard_of(config, checkpoint, 0)  # raises if the model cannot be divided
+    _shard_of(opened, 0)  # raises if the model cannot be divided
     device = config.resolve_device()
     if device.index is not None:
         raise ValueError(
             f"device must have no index if tensor_parallel_size is above 1, got {device}; use {device.type!r}"
         )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
-        gpu, ranks = int(os.environ.get("LOCAL_RANK", 0)), _join_torchrun(config, checkpoint)
+        gpu, ranks = int(os.environ.get("LOCAL_RANK", 0)), _join_torchrun(opened)
     else:
-        gpu, ranks = 0, _start_processes(start, config, checkpoint, max_model_len)
+        gpu, ranks = 0, _start_processes(start, opened)
     try:
-        started = _start_rank(ranks, gpu, partial(start, **settings), config, checkpoint, max_model_len)
+        started = start(_on_gpu(opened, gpu), before_forward, ranks)
     except BaseException:
         ranks.close()
         raise
@@ -472,12 +464,13 @@ def start_ranks(
     return started
 
 
-def _shard_of(config: EngineConfig, checkpoint: Checkpoint, rank: int) -> Shard:
-    assert checkpoint.decoder_config is not None
-    return Shard(checkpoint.decoder_config, rank, config.tensor_parallel_size)
+def _shard_of(opened: Opened, rank: int) -> Shard:
+    assert opened.checkpoint.decoder_config is not None
+    return Shard(opened.checkpoint.decoder_config, rank, opened.config.tensor_parallel_size)
 
 
-def _start_processes(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> Ranks:
+def _start_processes(start: Start, opened: Opened) -> Ranks:
+    config = opened.config
     size, device = config.tensor_parallel_size, config.resolve_device()
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise ValueError(f"tensor_parallel_size={size} needs {size} GPUs, found {torch.cuda.device_count()}")
@@ -486,22 +479,20 @@ def _start_processes(start: Start, config: EngineConfig, checkpoint: Checkpoint,
     port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
     store = dist.TCPStore("127.0.0.1", port, **options, master_listen_fd=listener.detach())
     # Leave out what a rank does not need and pickle may not support.
-    settings = (
-        replace(config, trace=None, scheduler_cls=None),
-        replace(checkpoint, tokenizer=None),
-        max_model_len,
-    )
-    workers = Workers(serve, size - 1, start, *settings, port, num_threads)
+    config = replace(config, trace=None, scheduler_cls=None)
+    sent = opened._replace(config=config, checkpoint=replace(opened.checkpoint, tokenizer=None))
+    workers = Workers(serve, size - 1, start, sent, port, num_threads)
     try:
         workers.wait_until(lambda: store.add("ready", 0) == size - 1)
-        shard = _shard_of(config, checkpoint, 0)
+        shard = _shard_of(opened, 0)
         return Ranks(store, shard, device, is_one_host=True, workers=workers, num_threads=num_threads)
     except BaseException:
         workers.stop()
         raise
 
 
-def _join_torchrun(config: EngineConfig, checkpoint: Checkpoint) -> Ranks:
+def _join_torchrun(opened: Opened) -> Ranks:
+    config = opened.config
     size = int(os.environ["WORLD_SIZE"])
     if size != config.tensor_parallel_size:
         raise ValueError(
@@ -518,5 +509,5 @@ def _join_torchrun(config: EngineConfig, checkpoint: Checkpoint) -> Ranks:
     if rank and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by rank 0 only
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    shard, device = _shard_of(config, checkpoint, rank), config.resolve_device()
+    shard, device = _shard_of(opened, rank), config.resolve_device()
     return Ranks(store, shard, device, is_one_host=is_one_host)
