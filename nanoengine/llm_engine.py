@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from nanoengine.assembly import make_core, start_model
+from nanoengine.backends.quantized import describe_forms
 from nanoengine.backends.threads import limit_threads
-from nanoengine.config import ONLINE_FORMATS, EngineConfig
+from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import Collected, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
@@ -319,14 +320,7 @@ class LLMEngine:
         blocks: Any = self.scheduler.block_manager
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
         part = " (only its language model: no images)" if self.checkpoint.is_part else ""
-        forms = {getattr(module, "form", None) for module in runner.model.modules()}
-        bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
-        is_rounded = any(form and form.activation_bits for form in forms)
-        is_online = bits and config.quantization in ONLINE_FORMATS
-        weights = f" with {config.quantization} weights" if is_online else ""
-        if (written := self.checkpoint.quant_method) is not None:
-            weights = f" with {written} weights" + (f" in {bits} bits" if bits else ", dequantized,")
-        weights += " and int8 activations" if is_rounded else ""
+        weights = describe_forms(runner.model, self.checkpoint.quant_method, config.quantization)
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
         kind = config.kv_cache_dtype.replace("auto", "")
         cache = f"{kind} KV cache of {started.num_blocks} blocks of {runner.block_size} tokens".lstrip()

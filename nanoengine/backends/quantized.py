@@ -175,3 +175,17 @@ def replace_linears(model: nn.Module, pack: Callable[[nn.Linear, int], nn.Module
                 setattr(parent, name, pack_embedding(getattr(parent, name), packed))
 
     on_all_cores("packing weights", replace, range(len(linears)))
+
+
+def describe_forms(model: nn.Module, written: str | None, asked: str | None) -> str:
+    """Return a description, for the user, of the weights in a model; empty if none is quantized.
+
+    `written` is the format of the checkpoint, and `asked` the one to which other weights were rounded.
+    """
+    forms = [form for module in model.modules() if (form := getattr(module, "form", None)) is not None]
+    bits = " and ".join(map(str, sorted({form.bits for form in forms if form.bits})))
+    if written is not None:
+        text = f" with {written} weights" + (f" in {bits} bits" if bits else ", dequantized,")
+    else:
+        text = f" with {asked} weights" if bits else ""
+    return text + (" and int8 activations" if any(form.activation_bits for form in forms) else "")

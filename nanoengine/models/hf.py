@@ -381,22 +381,16 @@ def _load_transformers(
             torch.manual_seed(config.seed)
             return auto.from_config(checkpoint.hf_config, **settings)
     files = checkpoint.open_files()  # its errors are clearer than transformers'
-    headers = files.headers
     source: str | None = str(path)
-    quantized: dict[str, tuple[int, ...]] = {}  # linear layers -> the shapes of their weights
+    quantized: dict[str, tuple[int, ...]] = {}
     if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
         source, settings["gguf_file"] = str(path.parent), path.name
     elif path.suffix == ".gguf" or checkpoint.quantization is not None:
         auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # headers use its names
-        with as_value_error(path), torch.device("meta"):
-            shell = auto(copy.deepcopy(checkpoint.hf_config))
-        for name, layer in shell.named_modules():
-            is_own = type(layer) is nn.Linear and layer.weight is not shell.get_input_embeddings().weight
-            if is_own and f"{name}.weight" in headers and files.is_quantized(f"{name}.weight"):
-                quantized[name] = tuple(layer.weight.shape)
+        quantized = _find_quantized(auto, checkpoint, files)
         zero = torch.zeros((), dtype=dtype)
         tensors = {f"{name}.weight": zero.expand(shape) for name, shape in quantized.items()}
-        read = ((name, files.read(name)) for name in headers if name not in tensors)
+        read = ((name, files.read(name)) for name in files.headers if name not in tensors)
         settings["state_dict"] = {name: floats(tensor, dtype) for name, tensor in read} | tensors
     elif checkpoint.is_part:
         settings["key_mapping"] = PART_NAMES
@@ -409,11 +403,40 @@ def _load_transformers(
             config=checkpoint.hf_config,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
+            ignore_mismatched_sizes=True,  # `_check_loaded` reports them
             **settings,
         )
-    parameters = dict(causal_lm.named_parameters())
-    if getattr(checkpoint.hf_config, "quantization_config", None) is None and "gguf_file" not in settings:
+    _check_loaded(causal_lm, report, checkpoint, files.headers, is_converted="gguf_file" in settings)
+    adapter, tied = None, list[str]()
+    if config.lora is not None:
+        from nanoengine.checkpoints.lora import Adapter
+
+        adapter = Adapter(Path(config.lora))
+        tied = _untie(causal_lm, adapter)
+    _read_quantized(causal_lm, quantized, files, dtype, pack, adapter.names(tied) if adapter else set())
+    if adapter is not None:
+        adapter.merge(dict(causal_lm.named_parameters()), tied)
+    return causal_lm
+
+
+def _find_quantized(kind: Any, checkpoint: Checkpoint, files: Any) -> dict[str, tuple[int, ...]]:
+    """Return the linear layers whose weights are quantized in the files, with the shapes of the weights."""
+    with as_value_error(checkpoint.path), torch.device("meta"):
+        shell = kind(copy.deepcopy(checkpoint.hf_config))
+    quantized = {}
+    for name, layer in shell.named_modules():
+        is_own = type(layer) is nn.Linear and layer.weight is not shell.get_input_embeddings().weight
+        if is_own and f"{name}.weight" in files.headers and files.is_quantized(f"{name}.weight"):
+            quantized[name] = tuple(layer.weight.shape)
+    return quantized
+
+
+def _check_loaded(
+    causal_lm: Any, report: dict[str, Any], checkpoint: Checkpoint, headers: Any, is_converted: bool
+) -> None:
+    """Raise ValueError if the files' tensors do not fit the model: dtypes, shapes, missing or unexpected."""
+    path, parameters = checkpoint.path, dict(causal_lm.named_parameters())
+    if getattr(checkpoint.hf_config, "quantization_config", None) is None and not is_converted:
         check_dtypes(headers, parameters)
     for name, parameter in parameters.items():
         if parameter.dtype not in SERVED_DTYPES:
@@ -426,23 +449,32 @@ def _load_transformers(
         if (name in headers or not checkpoint.is_part) and not checkpoint.is_draft_tensor(name)
     ]
     refuse_misfit(path, missing=set(report["missing_keys"]), unexpected=unexpected)
-    changed: set[str] = set()
-    adapter = None
-    if config.lora is not None:
-        from nanoengine.checkpoints.lora import Adapter
 
-        adapter = Adapter(Path(config.lora))
-        names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}
-        ends = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
-        tied = [names[end] for end in ends if end is not None and end.weight is ends[0].weight]
-        if len(tied) == 2 and adapter.unties(tied):
-            ends[1].weight = nn.Parameter(ends[1].weight.clone(), requires_grad=False)
-        changed = adapter.names(tied)
+
+def _untie(causal_lm: Any, adapter: Any) -> list[str]:
+    """Return the names of the embeddings and the head that is tied to them. Copy the head if need be."""
+    names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}
+    ends = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    tied = [names[end] for end in ends if end is not None and end.weight is ends[0].weight]
+    if len(tied) == 2 and adapter.unties(tied):
+        ends[1].weight = nn.Parameter(ends[1].weight.clone(), requires_grad=False)
+    return tied
+
+
+def _read_quantized(
+    causal_lm: Any,
+    quantized: dict[str, tuple[int, ...]],
+    files: Any,
+    dtype: torch.dtype,
+    pack: Pack | None,
+    changed: set[str],
+) -> None:
+    """Read the weights of quantized layers, and pack each one, unless the adapter changes it."""
     for name, shape in quantized.items():
         layer, weight, packed = causal_lm.get_submodule(name), files.read(f"{name}.weight"), None
         if (weight.integers if isinstance(weight, Quantized) else weight).shape != shape:
             raise ValueError(
-                f"{path} holds a tensor of another shape than the config requires: {name}.weight"
+                f"{files.path} holds a tensor of another shape than the config requires: {name}.weight"
             )
         if pack is not None and isinstance(weight, Quantized) and f"{name}.weight" not in changed:
             packed = pack(weight, layer.bias, dtype)
@@ -450,9 +482,6 @@ def _load_transformers(
             layer.weight = nn.Parameter(floats(weight, dtype), requires_grad=False)
         else:
             causal_lm.set_submodule(name, packed)
-    if adapter is not None:
-        adapter.merge(dict(causal_lm.named_parameters()), tied)
-    return causal_lm
 
 
 @contextmanager

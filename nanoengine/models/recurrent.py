@@ -282,9 +282,7 @@ def _take_over(mixer: nn.Module, states: States) -> None:
         if name in forward.__code__.co_names
     }
     if stand_ins:
-        known = {**forward.__globals__, **stand_ins}
-        code, given = forward.__code__, (forward.__name__, forward.__defaults__, forward.__closure__)
-        forward = FunctionType(code, known, *given)
+        forward = _with_globals(forward, stand_ins)
     if isinstance(getattr(mixer, "dt_proj", None), nn.Linear):  # the mixer reads its weight: never pack it
         mixer.dt_proj.__class__ = type("Linear", (nn.Linear,), {})
     names = [*inspect.signature(forward).parameters][1:]
@@ -294,6 +292,17 @@ def _take_over(mixer: nn.Module, states: States) -> None:
         return states.mix(self, forward, {**dict(zip(names, args, strict=False)), **kwargs}, cache)
 
     mixer.__class__ = type(kind.__name__, (kind,), {"forward": mix, "stand_ins": frozenset(stand_ins)})
+
+
+def _with_globals(function: Any, names: dict[str, Any]) -> FunctionType:
+    """Return a copy of a function for which these names have other values than in its module.
+
+    transformers has no registry for such functions, and its module must not change: other models use it too.
+    """
+    given = function.__name__, function.__defaults__, function.__closure__
+    copy = FunctionType(function.__code__, {**function.__globals__, **names}, *given)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 # ---- Stand-ins for transformers' functions in the code of mixers ---------------------------------
