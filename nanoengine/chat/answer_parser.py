@@ -10,7 +10,6 @@ Sources: the chat templates of the models that each row names; transformers/util
 import json
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -26,7 +25,7 @@ from nanoengine.chat.call_arguments import (
 )
 from nanoengine.extensions.structured.json_schemas import closed, literal
 from nanoengine.outputs import CompletionOutput
-from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoengine.sampling_params import SamplingParams
 
 # ---- How models write ----------------------------------------------------------------------------
 
@@ -218,8 +217,12 @@ class Formats(NamedTuple):
 
 
 def is_thinking(prompt: str) -> bool:
-    """Return whether the prompt ends with an open <think> tag, so that the answer begins with reasoning."""
-    return prompt.rstrip().endswith("<think>")
+    """Return whether the prompt ends with an open <think> tag, so that the answer begins with reasoning.
+
+    A thought that the answer continues may be given in place of the prompt.
+    """
+    goes_on = prompt.startswith("<think>") and "</think>" not in prompt
+    return goes_on or prompt.rstrip().endswith("<think>")
 
 
 def thinking_is_over(prompt: str) -> bool:
@@ -315,7 +318,8 @@ class AnswerParser:
             if formats.reasoning == "deepseek_r1" and thinking_is_over(prompt):
                 del fields["reasoning"]
             own = {"start_anchor": "\0", "fields": fields}
-            prefix = "<think>" if formats.reasoning == "deepseek_r1" and is_thinking(prompt) else ""
+            is_open = formats.reasoning == "deepseek_r1" and is_thinking(prompt)
+            prefix = prompt[prompt.rfind("<think>") :] if is_open else ""
         # In the formats above, text outside of any region is text. In a tokenizer's template it is dropped.
         self.loose = None if own is formats.template else "content"
         # A call without tags is one only if it names a tool, and so is one of harmony without "functions.".
@@ -539,70 +543,3 @@ class AnswerParser:
             if self.call_field.content != "json" or "string" not in kinds:  # JSON says what is a string
                 arguments[name] = cast_to(kinds, value)
         return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
-
-
-# ---- The tools of a chat -------------------------------------------------------------------------
-
-
-def is_object_schema(schema: Any) -> bool:
-    """Return whether this is None, or a JSON schema of an object. Checks the top level only."""
-    if not isinstance(schema, dict):
-        return schema is None
-    return schema.get("type", "object") == "object" and isinstance(schema.get("properties", {}), dict)
-
-
-class ToolChoice(NamedTuple):
-    """Records which tools a chat shows the model, and whether the model has to call one."""
-
-    tools: list[dict[str, Any]]
-    shown: bool
-    max_required: int  # limit on required calls: 0 (none is required), 1, or MANY
-
-    @classmethod
-    def read(cls, tools: Any, choice: Any) -> "ToolChoice":
-        """Read OpenAI's `tools` and `tool_choice`.
-
-        Raises:
-            ValueError, TypeError: one of them is malformed. The message names the field.
-        """
-        tools, names = [] if tools is None else tools, []
-        if not isinstance(tools, list):
-            raise TypeError(f"tools must be a list, got a {type(tools).__name__}")
-        for tool in tools:
-            match tool:
-                case {"function": {"name": str(name), **function}} if (
-                    name
-                    and tool.get("type", "function") == "function"
-                    and is_object_schema(function.get("parameters"))
-                ):
-                    names.append(name)
-                case _:
-                    raise ValueError(
-                        'tools must hold {"type": "function", "function": {"name": ..., "parameters": the '
-                        f"JSON schema of an object}}}}, got {tool!r:.200}"
-                    )
-        if choice in (None, "auto", "none"):
-            return cls(tools, bool(tools) and choice != "none", 0)
-        if not tools:
-            raise ValueError("tool_choice needs tools")
-        if choice == "required":
-            return cls(tools, True, MANY)
-        match choice:
-            case {"function": {"name": name}} | {"name": name} if (
-                name in names and choice.get("type", "function") == "function"
-            ):
-                return cls([tools[names.index(name)]], True, 1)
-        raise ValueError(f"tool_choice must be none, auto, required or one of {names}, got {choice!r}")
-
-    def constrain(
-        self, asked: StructuredOutputsParams | None, formats: Formats, prompt: str, parallel: bool
-    ) -> StructuredOutputsParams | None:
-        """Return the structured outputs for an answer to this prompt, with a preamble for reasoning."""
-        if self.max_required:
-            if asked is not None:
-                raise ValueError("tool_choice requires a tool call, which excludes other structured outputs")
-            many = parallel and self.max_required > 1
-            asked = StructuredOutputsParams(grammar=formats.required_calls(self.tools, many))
-        if asked is None or asked.preamble is not None:
-            return asked
-        return replace(asked, preamble=formats.preamble(prompt))

@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from nanoengine.chat.answer_parser import MANY, AnswerParser, Formats, ToolChoice
+from nanoengine.chat.answer_parser import MANY, AnswerParser, Formats
 from nanoengine.chat.call_arguments import listed
 from nanoengine.chat.templates import render_chats
+from nanoengine.chat.tool_choice import ToolChoice
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -462,6 +463,10 @@ class ChatRequest(Conversation, GenerationRequest):
         """
         choice = ToolChoice.read(self.tools, self.tool_choice)
         prompt, is_one = prompts[0]["prompt"], self.parallel_tool_calls is False
+        said = str(self.messages[-1].get("content") or "") if self.messages else ""
+        if self.continue_final_message and said and formats.template is None:
+            start = said.rfind("<think>")
+            prompt = said[start:] if start > said.rfind("</think>") else "</think>"
         knows_calls = bool(formats.tools or formats.template or choice.max_required)
         if (choice.shown and knows_calls) or formats.reasoning or formats.template:
             tools, forced = choice.tools if choice.shown else [], choice.max_required > 0

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
-from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, ToolChoice, choose_formats
+from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, choose_formats
+from nanoengine.chat.tool_choice import ToolChoice
 from nanoengine.server.openai_api import ChatRequest
 from tests.helpers import DEMO, byte_tokenizer, table_checkpoint
 from tests.serving import Script, http, scripted

@@ -262,3 +262,34 @@ def test_the_tokens_of_reasoning_are_counted(thought, rest, client, script):
         response.usage.output_tokens_details.reasoning_tokens
         == usage.completion_tokens_details.reasoning_tokens
     )
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "expected"),
+    [
+        ("<think>\nI add", " them.\n</think>\n\nIt is 5.", ("It is 5.", " them.")),
+        ("<think>\nI add.\n</think>\n\nIt", " is <think>5</think>.", (" is <think>5</think>.", "")),
+        ("It", " is 5.", (" is 5.", "")),
+        ([{"type": "text", "text": "<think>"}], "I add.</think>5", ("5", "I add.")),
+        ("", "<think>I add.</think>5", ("5", "I add.")),
+    ],
+)
+def test_a_thought_that_the_request_began_goes_on_as_reasoning(begun, text, expected, client, script):
+    script.says = {"Hello": text}
+    messages = [*HELLO["messages"], {"role": "assistant", "content": begun}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = whole_and_streamed(client, messages=messages, extra_body=extra)
+    assert answer[:2] == expected
+
+
+def test_structured_output_follows_a_thought_that_the_request_began(client, script):
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [5]}}}
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    for begun, text, thought in (
+        ("<think>\nI add", " them.</think>", " them."),
+        ("<think>I</think>", "", ""),
+    ):
+        script.says = {"Hello": text} if text else {}
+        messages = [*HELLO["messages"], {"role": "assistant", "content": begun}]
+        answer = whole_and_streamed(client, messages=messages, extra_body=extra, response_format=form)
+        assert answer[:2] == ("5", thought)

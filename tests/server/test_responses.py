@@ -126,7 +126,8 @@ def test_the_items_of_a_stream_are_text_and_calls_in_order():
     stream = ResponseStream(ResponsesRequest(input=QUESTION), "1", 0, "demo")
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     pieces = [{"content": "So"}, {"content": ":"}, {"content": None, "tool_calls": [call]}, {"content": "!"}]
-    usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"))
+    names = *(f"{kind}_tokens" for kind in ("prompt", "completion", "total")), "prompt_tokens_details"
+    usage = dict.fromkeys((*names, "completion_tokens_details"))
     events = [event for piece in pieces for event in stream.piece(piece)] + [*stream.end("stop", usage)]
     kinds = [event["type"].removeprefix("response.") for event in events]
     message = ["output_item.added", "content_part.added", "output_text.delta"]

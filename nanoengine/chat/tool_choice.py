@@ -1,0 +1,71 @@
+"""The tools of a chat: which of them a model sees, and whether a grammar makes it call one."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from nanoengine.chat.answer_parser import MANY, Formats
+from nanoengine.sampling_params import StructuredOutputsParams
+
+
+def is_object_schema(schema: Any) -> bool:
+    """Return whether this is None, or a JSON schema of an object. Checks the top level only."""
+    if not isinstance(schema, dict):
+        return schema is None
+    return schema.get("type", "object") == "object" and isinstance(schema.get("properties", {}), dict)
+
+
+class ToolChoice(NamedTuple):
+    """Records which tools a chat shows the model, and whether the model has to call one."""
+
+    tools: list[dict[str, Any]]
+    shown: bool
+    max_required: int  # limit on required calls: 0 (none is required), 1, or MANY
+
+    @classmethod
+    def read(cls, tools: Any, choice: Any) -> "ToolChoice":
+        """Read OpenAI's `tools` and `tool_choice`.
+
+        Raises:
+            ValueError, TypeError: one of them is malformed. The message names the field.
+        """
+        tools, names = [] if tools is None else tools, []
+        if not isinstance(tools, list):
+            raise TypeError(f"tools must be a list, got a {type(tools).__name__}")
+        for tool in tools:
+            match tool:
+                case {"function": {"name": str(name), **function}} if (
+                    name
+                    and tool.get("type", "function") == "function"
+                    and is_object_schema(function.get("parameters"))
+                ):
+                    names.append(name)
+                case _:
+                    raise ValueError(
+                        'tools must hold {"type": "function", "function": {"name": ..., "parameters": the '
+                        f"JSON schema of an object}}}}, got {tool!r:.200}"
+                    )
+        if choice in (None, "auto", "none"):
+            return cls(tools, bool(tools) and choice != "none", 0)
+        if not tools:
+            raise ValueError("tool_choice needs tools")
+        if choice == "required":
+            return cls(tools, True, MANY)
+        match choice:
+            case {"function": {"name": name}} | {"name": name} if (
+                name in names and choice.get("type", "function") == "function"
+            ):
+                return cls([tools[names.index(name)]], True, 1)
+        raise ValueError(f"tool_choice must be none, auto, required or one of {names}, got {choice!r}")
+
+    def constrain(
+        self, asked: StructuredOutputsParams | None, formats: Formats, prompt: str, parallel: bool
+    ) -> StructuredOutputsParams | None:
+        """Return the structured outputs for an answer to this prompt, with a preamble for reasoning."""
+        if self.max_required:
+            if asked is not None:
+                raise ValueError("tool_choice requires a tool call, which excludes other structured outputs")
+            many = parallel and self.max_required > 1
+            asked = StructuredOutputsParams(grammar=formats.required_calls(self.tools, many))
+        if asked is None or asked.preamble is not None:
+            return asked
+        return replace(asked, preamble=formats.preamble(prompt))
