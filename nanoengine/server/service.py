@@ -53,8 +53,14 @@ PAGE_POLICY = (
 )
 
 
+KEEP_ALIVE_SECONDS = 10.0  # proxies and clients give up on a connection that is silent for longer
+
+
 class EventStream(StreamingResponse):
-    """Sends server-sent events, and closes the generator that makes them however the response ends."""
+    """Sends server-sent events, and closes the generator that makes them however the response ends.
+
+    While there is nothing to send, such as during a long prefill, it sends comments, which clients ignore.
+    """
 
     media_type = "text/event-stream"
 
@@ -64,12 +70,28 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. `Gate` cancels this call when the client disconnects."""
+        last = time.monotonic()
+
+        async def keep_alive() -> None:
+            nonlocal last
+            while True:
+                await asyncio.sleep(last + KEEP_ALIVE_SECONDS - time.monotonic())
+                if time.monotonic() >= last + KEEP_ALIVE_SECONDS:
+                    last = time.monotonic()
+                    await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+
         async with aclosing(self.events):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            async for content in self.events:
-                await send({"type": "http.response.body", "body": content, "more_body": True})
+            waiting = asyncio.ensure_future(keep_alive())
+            try:
+                async for content in self.events:
+                    last = time.monotonic()
+                    await send({"type": "http.response.body", "body": content, "more_body": True})
+            finally:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
             await send({"type": "http.response.body", "body": b""})
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 
 import openai
 import pytest
@@ -9,10 +10,11 @@ from transformers import AutoTokenizer
 
 from nanoengine.chat.answer_parser import AnswerParser, Formats, choose_formats
 from nanoengine.chat.templates import render_chats
+from nanoengine.server import service
 from nanoengine.server.openai_api import ChatRequest
 from nanoengine.server.responses import messages_of
 from tests.helpers import DEMO
-from tests.serving import Script, post, scripted
+from tests.serving import Script, held_steps, http, post, scripted
 
 HELLO: dict = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
 
@@ -293,3 +295,27 @@ def test_structured_output_follows_a_thought_that_the_request_began(client, scri
         messages = [*HELLO["messages"], {"role": "assistant", "content": begun}]
         answer = whole_and_streamed(client, messages=messages, extra_body=extra, response_format=form)
         assert answer[:2] == ("5", thought)
+
+
+# ---- streams that stay open ----
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, running, client, script, monkeypatch):
+    url, server = running
+    monkeypatch.setattr(service, "KEEP_ALIVE_SECONDS", 0.05)
+    script.says = {"Hello": "Hi."}
+    prompt = {"completions": {"prompt": "<|user|>Hello"}, "responses": {"input": "Hello"}}
+    body = {"temperature": 0, "stream": True, **prompt.get(path, {"messages": HELLO["messages"]})}
+    with held_steps(server.engine) as steps, http.stream("POST", f"{url}/v1/{path}", json=body) as answer:
+        lines = answer.iter_lines()
+        assert sum(next(lines) == ": waiting" for _ in range(12)) >= 2
+        steps.permit()
+        rest = [line for line in lines if line]
+    assert all(line.startswith((": waiting", "data: {", "data: [DONE]", "event: ")) for line in rest)
+    last = [line for line in rest if line.startswith("data: ")][-1]
+    assert last == "data: [DONE]" or json.loads(last[6:])["type"] == "response.completed"
+    with held_steps(server.engine) as steps:
+        threading.Timer(0.3, steps.permit).start()
+        answer = whole_and_streamed(client)
+    assert answer[0] == "Hi."
