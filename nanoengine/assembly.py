@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanoengine.assembly_types import Loaded, Opened, Started
 from nanoengine.backends.device import Decodes, Device, Forward, Trial
 from nanoengine.backends.kv_cache import KVCache, KVGroup, block_bytes, group_layers, new_caches
 from nanoengine.backends.step_inputs import NUM_RESERVED_SLOTS
@@ -34,7 +35,6 @@ from nanoengine.models.load import load_model
 from nanoengine.sampling.sampler import CachedRows, draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
-from nanoengine.started import Loaded, Opened, Started
 from nanoengine.timing import phase
 
 if TYPE_CHECKING:  # at run time each is imported only for an engine that needs it

@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanoengine.assembly_types import Loaded, Opened, Started
 from nanoengine.backends.device import Attention, Device, Download
 from nanoengine.backends.kv_cache import KVSpec, group_layers
 from nanoengine.backends.paged_attention import TorchAttention
@@ -35,7 +36,6 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions.structured.constraints import Grammars
 from nanoengine.sampling.sampler import CachedRows, sample_rows
-from nanoengine.started import Loaded, Opened, Started
 from tests.helpers import DEMO
 
 torch.set_num_threads(1)  # several would wait for each other longer than they compute

@@ -24,13 +24,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from nanoengine.assembly_types import Started
 from nanoengine.backends.kv_cache import block_bytes
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.config import EngineConfig, SpeculativeConfig
 from nanoengine.engine import Block, Chunk, ModelRunner, Prefix, ScheduledBatch, Sequence
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.structured.constraints import Constraint
-from nanoengine.started import Started
 
 # ---- The draft model -----------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 import nanoengine
 from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.assembly_types import Opened
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.engine import build_inputs
@@ -32,7 +33,6 @@ from nanoengine.extensions.parallel import ranks as parallel
 from nanoengine.extensions.parallel.processes import Workers
 from nanoengine.extensions.parallel.shard import Shard
 from nanoengine.outputs import EngineDeadError
-from nanoengine.started import Opened
 from tests import doubles
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, open_checkpoint, random_prompts
 from tests.laws import check_laws

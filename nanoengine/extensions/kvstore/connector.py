@@ -37,12 +37,12 @@ from safetensors.numpy import save as save_tensors
 from torch import Tensor
 from xxhash import xxh3_128
 
+from nanoengine.assembly_types import Started
 from nanoengine.backends.device import Download, upload
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.kvstore.stores import DirectoryStore, Store, open_store
 from nanoengine.extensions.windows import WindowedBlockManager
-from nanoengine.started import Started
 
 FORMAT_VERSION = 1
 MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; above this, saving waits for a later step

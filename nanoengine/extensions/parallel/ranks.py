@@ -36,6 +36,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 
+from nanoengine.assembly_types import Opened, Started
 from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward
 from nanoengine.backends.step_inputs import ModelInputs, send_inputs
 from nanoengine.engine import ModelRunner
@@ -43,7 +44,6 @@ from nanoengine.extensions.parallel.processes import Workers
 from nanoengine.extensions.parallel.shard import Shard
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import EngineDeadError
-from nanoengine.started import Opened, Started
 
 dist: Any = torch.distributed  # the methods of its process groups are untyped
 
