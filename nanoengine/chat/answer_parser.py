@@ -23,7 +23,7 @@ from nanoengine.chat.call_arguments import (
     read_calls,
     read_content,
 )
-from nanoengine.extensions.structured.json_schemas import closed, literal
+from nanoengine.extensions.structured.json_schemas import closed, literal, mapped
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import SamplingParams
 
@@ -192,10 +192,15 @@ class Formats(NamedTuple):
         thought = f"thought{'' if is_special else '[lazy]'}: TEXT {end}"
         return f"start: {start}\n{thought}\nTEXT: /(.|\\n)*/\nSPACE: /\\s{{0,9}}/"
 
-    def required_calls(self, tools: list[dict[str, Any]], many: bool) -> str:
-        """Return a grammar in Lark for one call of these tools, or for one or more if `many` is set."""
+    def required_calls(self, tools: list[dict[str, Any]], many: bool, answer: Any = None) -> str:
+        """Return a grammar in Lark for one call of these tools, or for one or more if `many` is set.
+
+        With `answer`, the JSON schema of an answer, it allows either calls or an answer.
+        """
         kind = TOOL_FORMATS[self.forced_tools]
-        rules = []
+        if answer is not None and not kind.begin:
+            return f"start: %json {json.dumps(call_or_answer(tools, kind.arguments, answer))}"
+        rules = [] if answer is None else [f"answer: %json {json.dumps(answer)}"]
         for i, tool in enumerate(tools):
             function = tool["function"]
             # A function accepts only the arguments it names, although a schema that does not say so allows
@@ -207,13 +212,36 @@ class Formats(NamedTuple):
         begin, end = (literal(text, self.special_tokens) for text in (kind.begin or "", kind.end))
         rules.append("one: " + begin + " (" + " | ".join(f"call_{i}" for i in range(len(tools))) + ") " + end)
         more = ' ("\\n" one)*' if many and kind.begin else ""
-        return "\n".join((f"start: one{more}", *rules))
+        return "\n".join((f"start: one{more}{'' if answer is None else ' | answer'}", *rules))
 
     @property
     def forced_tools(self) -> str:
         """The name of the format in which required calls are written."""
         name = NO_TAG if self.tools is None or self.template is not None else self.tools
         return name if TOOL_FORMATS[name].begin is not None else NO_TAG
+
+
+def call_or_answer(tools: list[dict[str, Any]], key: str, answer: Any) -> dict[str, Any]:
+    """Return the JSON schema of a call of one of the tools, with its arguments under `key`, or of an answer.
+
+    It is one schema, because a grammar's lexer does not go back from the text of a call to that of an answer.
+    """
+    parts = [answer, *(closed(tool["function"].get("parameters") or {}) for tool in tools)]
+    definitions: dict[str, Any] = {}
+    kinds: list[dict[str, Any]] = []
+    for i, part in enumerate(parts):
+
+        def moved(one: dict[str, Any], where: str = f"#/$defs/{i}") -> dict[str, Any]:
+            is_local = str(one.get("$ref", "")).startswith("#")
+            return {**one, "$ref": where + one["$ref"][1:]} if is_local else one
+
+        definitions[str(i)] = mapped(part, moved)
+    for i, tool in enumerate(tools, 1):
+        definitions[str(i)] = {"type": "object", "properties": {}, **definitions[str(i)]}
+        name = {"const": tool["function"]["name"]}
+        call = {"type": "object", "properties": {"name": name, key: {"$ref": f"#/$defs/{i}"}}}
+        kinds.append({**call, "required": ["name", key], "additionalProperties": False})
+    return {"anyOf": [*kinds, {"$ref": "#/$defs/0"}], "$defs": definitions, "x-guidance": AS_TRAINED}
 
 
 def is_thinking(prompt: str) -> bool:
@@ -297,6 +325,7 @@ class AnswerParser:
         is_structured: whether the answer is structured output: all text after the reasoning is then content.
         max_calls: limit on tool calls. Further ones are left out.
         params: the request's, for its stop strings, which apply to content.
+        begins_with_calls: whether there are no calls after content, which is structured output.
     """
 
     def __init__(
@@ -308,7 +337,9 @@ class AnswerParser:
         is_structured: bool = False,
         max_calls: int = MANY,
         params: SamplingParams | None = None,
+        begins_with_calls: bool = False,
     ) -> None:
+        self.begins_with_calls = begins_with_calls
         self.params, self.held_back = params or SamplingParams(), ""
         self.max_calls, self.num_calls = max_calls, 0
         self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
@@ -431,6 +462,8 @@ class AnswerParser:
                 if self.position == len(self.buffer) or not is_end:
                     break
                 continue
+            if tag not in self.tags[self.region]:
+                continue
             if self.call and not self._is_end_of_call():
                 self.first_end = self.first_end or len(self.call) + bool(match[0])
                 self.position = max(match.end(), end + 1)
@@ -479,6 +512,8 @@ class AnswerParser:
             self.call.append(text)
         elif text and (region := self.region or self.loose) is not None:
             self.has_parts = True
+            if self.begins_with_calls and self.region == "content" and text.strip():
+                self.tags[self.region] = []
             is_thought = region in ("reasoning", "reasoning_content", "thinking")
             if is_thought:
                 self.thought_end = max(0, self.num_dropped + self.position)

@@ -1,5 +1,6 @@
 """The tools of a chat: which of them a model sees, and whether a grammar makes it call one."""
 
+import json
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -61,11 +62,22 @@ class ToolChoice(NamedTuple):
         self, asked: StructuredOutputsParams | None, formats: Formats, prompt: str, parallel: bool
     ) -> StructuredOutputsParams | None:
         """Return the structured outputs for an answer to this prompt, with a preamble for reasoning."""
-        if self.max_required:
-            if asked is not None:
+        answer = schema_of(asked)
+        if self.max_required or (self.shown and answer is not None):
+            if asked is not None and answer is None:
                 raise ValueError("tool_choice requires a tool call, which excludes other structured outputs")
-            many = parallel and self.max_required > 1
-            asked = StructuredOutputsParams(grammar=formats.required_calls(self.tools, many))
+            many = parallel and self.max_required != 1
+            calls = formats.required_calls(self.tools, many, None if self.max_required else answer)
+            asked = StructuredOutputsParams(grammar=calls)
         if asked is None or asked.preamble is not None:
             return asked
         return replace(asked, preamble=formats.preamble(prompt))
+
+
+def schema_of(asked: StructuredOutputsParams | None) -> Any:
+    """Return the JSON schema of structured outputs, or None if they are described in another way."""
+    if asked is None or not (asked.json_object or asked.json is not None):
+        return None
+    if asked.json_object:
+        return {"type": "object"}
+    return json.loads(asked.json) if isinstance(asked.json, str) else asked.json

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from nanoengine.chat.answer_parser import MANY, AnswerParser, Formats
 from nanoengine.chat.call_arguments import listed
 from nanoengine.chat.templates import render_chats
-from nanoengine.chat.tool_choice import ToolChoice
+from nanoengine.chat.tool_choice import ToolChoice, schema_of
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -467,13 +467,17 @@ class ChatRequest(Conversation, GenerationRequest):
         if self.continue_final_message and said and formats.template is None:
             start = said.rfind("<think>")
             prompt = said[start:] if start > said.rfind("</think>") else "</think>"
-        knows_calls = bool(formats.tools or formats.template or choice.max_required)
+        is_both = choice.shown and schema_of(params.structured_outputs) is not None
+        knows_calls = bool(formats.tools or formats.template or choice.max_required or is_both)
         if (choice.shown and knows_calls) or formats.reasoning or formats.template:
-            tools, forced = choice.tools if choice.shown else [], choice.max_required > 0
-            is_structured, max_calls = params.structured_outputs is not None, 1 if is_one else MANY
+            tools, forced = choice.tools if choice.shown else [], choice.max_required > 0 or is_both
+            is_structured, max_calls = (
+                params.structured_outputs is not None and not forced,
+                1 if is_one else MANY,
+            )
             if formats.keeps_special_tokens:
                 params = replace(params, skip_special_tokens=False)
-            given = formats, prompt, tools, forced, is_structured, max_calls, params
+            given = formats, prompt, tools, forced, is_structured, max_calls, params, is_both
             self._new_parser = partial(AnswerParser, *given)
         if choice.max_required:
             self._structured_field = "tools"

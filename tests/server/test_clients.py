@@ -319,3 +319,48 @@ def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, running, clie
         threading.Timer(0.3, steps.permit).start()
         answer = whole_and_streamed(client)
     assert answer[0] == "Hi."
+
+
+# ---- a call, or an answer that fits ----
+
+ADD: dict = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#/$defs/n"}}}
+ADD |= {"required": ["a", "b"], "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
+SUM: dict = {"type": "object", "properties": {"name": {"$ref": "#/$defs/text"}}, "required": ["name"]}
+SUM |= {"$defs": {"text": {"type": "string", "maxLength": 50}}, "additionalProperties": False}
+FORM = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
+ADD_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+BARE = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
+
+
+@pytest.fixture(scope="module", params=["hermes", "qwen3_coder"])
+def formatted(request, script, tmp_path_factory):
+    path = tmp_path_factory.mktemp("formats") / "model"
+    with scripted(script, path, tool_call_parser=request.param) as (url, _):
+        yield request.param, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("thought", ["", "<think>Hm.</think>"])
+def test_with_response_format_a_tool_can_still_be_called(choice, thought, formatted, script):
+    calls, client = formatted
+    script.says = {"Hello": thought + (ADD_TEXT if calls == "hermes" else BARE)}
+    asked = {"model": "demo", **HELLO, "tools": TOOLS, "response_format": FORM, "tool_choice": choice}
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert json.loads(message.tool_calls[0].function.arguments) == {"a": 2, "b": 3}
+    assert (message.content, getattr(message, "reasoning", "")) == (None, "Hm." if thought else "")
+
+
+@pytest.mark.parametrize("name", ["additional", "<tool_call>", ADD_TEXT[:12], "x"])
+def test_with_tools_an_answer_still_fits_its_format(name, formatted, script):
+    _, client = formatted
+    for text in (json.dumps({"name": name}), "I would rather talk."):
+        script.says = {"Hello": text}
+        asked = {**HELLO, "tools": TOOLS, "response_format": FORM}
+        content, _, reason, _ = whole_and_streamed(client, **asked)
+        assert reason in ("stop", "tool_calls", "length")
+        if text[0] == "{":
+            assert (json.loads(content), reason) == ({"name": name}, "stop")
+    script.says = {"Hello": json.dumps({"any": name})}
+    content, *_ = whole_and_streamed(client, **HELLO, tools=TOOLS, response_format={"type": "json_object"})
+    assert json.loads(content) == {"any": name}
