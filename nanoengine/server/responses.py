@@ -1,11 +1,12 @@
 """OpenAI's Responses API in its simplest form: text and function calls, whole or streamed.
 
 Each request is translated to a chat request, and the chat's answer to a response. unknown_arguments.py
-decides about unsupported fields. Reasoning is left out of the response.
+decides about unsupported fields. Reasoning comes as items of its own. Tools of other types are left out.
 
 Source: the OpenAI API reference.
 """
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -21,7 +22,11 @@ from nanoengine.server.service import Choices, EventStream, event
 from nanoengine.unknown_arguments import without_unserved
 
 SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+# A developer's messages are the system's where a template knows no developer (templates.py).
+ROLES = {"user": "user", "assistant": "assistant", "system": "developer", "developer": "developer"}
+
+
+TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")  # types of a message's parts
 
 
 class InputChat(ChatRequest):
@@ -49,6 +54,7 @@ class ResponsesRequest(BaseModel):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None  # {"effort": ...}, for templates that have such a switch
+    client_metadata: Any = None  # Codex sends it; accepted without effect
 
     def chat(self) -> ChatRequest:
         """Return the equivalent chat request.
@@ -70,9 +76,14 @@ class ResponsesRequest(BaseModel):
             summaries = "summary", "generate_summary"
             effort = without_unserved("reasoning", self.reasoning or {}, ("effort",), summaries).get("effort")
         with refusing(self, "tools"):
-            tools = None if self.tools is None else list(map(chat_tool, self.tools))
+            others = sorted({str(kind) for tool in self.tools or [] if (kind := type_of(tool)) != "function"})
+            tools = [chat_tool(tool) for tool in self.tools or [] if type_of(tool) == "function"]
+        if others:
+            logging.getLogger(__name__).warning(
+                "left out tools of types %s: only functions are known", others
+            )
         with refusing(self, "input"):
-            messages = messages_of(self.input)
+            messages = [] if self.input == [] and self.instructions else messages_of(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         same = {"model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls"}
@@ -81,14 +92,19 @@ class ResponsesRequest(BaseModel):
         return InputChat.model_validate(sampling | fields | {"max_completion_tokens": self.max_output_tokens})
 
 
-def chat_tool(tool: Any) -> dict[str, Any]:
+def type_of(tool: Any) -> str:
+    """Return a tool's type. Raises ValueError if it has none."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+        raise ValueError(f"tools must hold objects with a type, got {tool!r:.80}")
+    return str(tool["type"])
+
+
+def chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Convert a function tool to the chat API's format.
 
     >>> chat_tool({"type": "function", "name": "now", "parameters": None})
     {'type': 'function', 'function': {'name': 'now'}}
     """
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise ValueError(f"tools must hold functions only, got {tool!r:.80}")
     given = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": given}
 
@@ -104,13 +120,15 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise ValueError(f"input must be text or a list of messages, got {given!r:.80}")
     messages: list[dict[str, Any]] = []
+    thought: dict[str, Any] = {}  # the reasoning before the next message or call
     for index, item in enumerate(given):
         where = f"input[{index}]"
         match item:
             case {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}:
                 # Templates expect calls in the message of the text before them.
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
+                if not messages or messages[-1]["role"] != "assistant" or thought:
+                    messages.append({"role": "assistant", "content": "", **thought})
+                    thought = {}
                 function = {"name": name, "arguments": arguments}
                 call = {"id": call_id, "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
@@ -121,7 +139,13 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
                 if (role := item.get("role")) not in ROLES:
                     raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r:.80}")
                 content = content_of(f"{where}.content", item.get("content"))
-                messages.append({"role": ROLES[role], "content": content})
+                messages.append({"role": ROLES[role], "content": content, **thought})
+                thought = {}
+            case {"type": "reasoning"}:
+                text = "".join(text_of(where, part)["text"] for part in item.get("content") or [])
+                thought = (
+                    {"reasoning_content": text} if text else {}
+                )  # a variable of templates such as Qwen 3's
             case _:
                 raise ValueError(f"{where} must be a message or a function call, got {item!r:.80}")
     return messages
@@ -138,7 +162,7 @@ def text_of(where: str, part: Any) -> dict[str, str]:
     """Convert one part of a message's content to the chat API's format."""
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-    if not isinstance(text, str) or kind not in ("input_text", "output_text", "text", "refusal"):
+    if not isinstance(text, str) or kind not in TEXTS:
         raise ValueError(f"{where} must be text or hold parts of type input_text, got {part!r:.80}")
     return {"type": "text", "text": text}
 
@@ -162,7 +186,8 @@ class ResponseStream:
             **{"output": [], "usage": None},
         }
         self.output: list[dict[str, Any]] = []  # complete items
-        self.text: str | None = None  # of the open message; None: no message is open
+        self.text: str | None = None  # of the open message or thought; None: neither is open
+        self.is_thought = False
         self.num_events = 0
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -172,10 +197,11 @@ class ResponseStream:
 
     def piece(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Append a message of the chat API, or a piece of one, and yield its events."""
-        if text := message.get("content"):
-            yield from self._open()
-            self.text = (self.text or "") + text
-            yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+        for name in ("reasoning", "content"):
+            if text := message.get(name):
+                yield from self._open(name == "reasoning")
+                self.text = (self.text or "") + text
+                yield self._text_event("delta", delta=text)
         for call in message.get("tool_calls", ()):
             yield from self._close()
             function = call["function"]
@@ -214,22 +240,29 @@ class ResponseStream:
         """Return the event of a failure. It replaces the events of `end`."""
         return self._event("error", code=error.code, message=str(error)[:1000], param=error.param)
 
-    def _open(self) -> Iterator[dict[str, Any]]:
-        """Begin a message, unless one is open."""
+    def _open(self, is_thought: bool = False) -> Iterator[dict[str, Any]]:
+        """Begin a message or a thought, unless it is open already."""
+        if self.is_thought != is_thought:
+            yield from self._close()
         if self.text is None:
-            self.text = ""
+            self.text, self.is_thought = "", is_thought
             item = {**self._item("in_progress"), "content": []}
             yield self._event("response.output_item.added", output_index=len(self.output), item=item)
             yield self._event("response.content_part.added", **self._place, part=self._part)
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """End the open message, if there is one."""
+        """End the open message or thought, if there is one."""
         if self.text is not None:
             item = {**self._item(status), "content": [self._part]}
-            yield self._event("response.output_text.done", **self._place, text=self.text, logprobs=[])
+            yield self._text_event("done", text=self.text)
             yield self._event("response.content_part.done", **self._place, part=self._part)
             yield self._end_item(item)
             self.text = None
+
+    def _text_event(self, what: str, **fields: Any) -> dict[str, Any]:
+        if self.is_thought:
+            return self._event(f"response.reasoning_text.{what}", **self._place, **fields)
+        return self._event(f"response.output_text.{what}", **self._place, **fields, logprobs=[])
 
     def _end_item(self, item: dict[str, Any]) -> dict[str, Any]:
         self.output.append(item)
@@ -241,13 +274,19 @@ class ResponseStream:
 
     @property
     def _part(self) -> dict[str, Any]:
+        if self.is_thought:
+            return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": []}
 
     @property
     def _item_id(self) -> str:
-        return f"msg_{self.head['id'].removeprefix('resp_')}_{len(self.output)}"
+        return (
+            f"{'rs' if self.is_thought else 'msg'}_{self.head['id'].removeprefix('resp_')}_{len(self.output)}"
+        )
 
     def _item(self, status: str) -> dict[str, Any]:
+        if self.is_thought:
+            return {"id": self._item_id, "type": "reasoning", "status": status, "summary": []}
         return {"id": self._item_id, "type": "message", "status": status, "role": "assistant"}
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:

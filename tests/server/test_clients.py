@@ -14,7 +14,7 @@ from nanoengine.server import service
 from nanoengine.server.openai_api import ChatRequest
 from nanoengine.server.responses import messages_of
 from tests.helpers import DEMO
-from tests.serving import Script, held_steps, http, post, scripted
+from tests.serving import TEMPLATE, Script, held_steps, http, post, scripted
 
 HELLO: dict = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
 
@@ -364,3 +364,92 @@ def test_with_tools_an_answer_still_fits_its_format(name, formatted, script):
     script.says = {"Hello": json.dumps({"any": name})}
     content, *_ = whole_and_streamed(client, **HELLO, tools=TOOLS, response_format={"type": "json_object"})
     assert json.loads(content) == {"any": name}
+
+
+# ---- the Responses API as agents use it ----
+
+# What Codex sends, with its tools cut short
+CODEX = {
+    "model": "demo",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "add", "strict": False, "parameters": ADD},
+        {"type": "local_shell"},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+        {"type": "web_search", "external_web_access": False},
+    ],
+    **{"tool_choice": "auto", "parallel_tool_calls": False, "store": False, "stream": True},
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199",
+    "extra_body": {"client_metadata": {"x-codex-installation-id": "0199"}},
+}
+STRICT = """{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('one system message') }}{% endif %}
+<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content }}"""
+STRICT += TEMPLATE[TEMPLATE.index("{%- for c in") :] + "{# <think> #}"
+
+
+@pytest.fixture(scope="module")
+def agent(script, tmp_path_factory):
+    with scripted(script, tmp_path_factory.mktemp("agent") / "model", STRICT) as (url, found):
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), found
+
+
+def test_codex_s_requests_are_served(agent, script, caplog):
+    client, _ = agent
+    script.says = {"Hello": f"<think>Hm.</think>So:{ADD_TEXT}", "add: 5": "It is 5."}
+    with caplog.at_level("WARNING", "nanoengine.server.responses"):
+        events = [*client.responses.create(**CODEX)]
+    assert "['custom', 'local_shell', 'web_search']" in caplog.text
+    response = events[-1].response
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    assert response.output[0].content[0].text == "Hm."
+    assert "".join(one.delta for one in events if one.type == "response.reasoning_text.delta") == "Hm."
+    for event in events:
+        if event.type == "response.output_item.done":
+            assert event.item == response.output[event.output_index]
+    output = {"type": "function_call_output", "call_id": response.output[2].call_id, "output": "add: 5"}
+    given = [*CODEX["input"], *(item.model_dump(exclude_none=True) for item in response.output), output]
+    script.says = {"Hello": "It is 5."}
+    whole = client.responses.create(**CODEX | {"input": given, "stream": False})
+    assert whole.output_text == "It is 5."
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "web_search"}], "tool_choice": "auto"},
+        {"input": []},
+        {"input": ""},
+        {"instructions": None},
+        {"input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]},
+    ],
+    ids=str,
+)
+def test_other_bodies_of_agents_are_served(fields, agent, script):
+    client, _ = agent
+    script.says = {"": "Hi."}
+    assert client.responses.create(**CODEX | {"stream": False} | fields).output_text == "Hi."
+
+
+def test_reasoning_in_the_input_is_that_of_the_next_message():
+    thought = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+    }
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    empty = {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "x"}
+    found = messages_of(
+        [{"role": "user", "content": "Hi"}, thought, call, empty, {"role": "assistant", "content": "5"}]
+    )
+    assert [message.get("reasoning_content") for message in found] == [None, "Hm.", None]
+    assert found[1]["tool_calls"][0]["id"] == "c"

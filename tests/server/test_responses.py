@@ -159,7 +159,8 @@ def test_noop_values_are_accepted(client):
     ("fields", "param", "message"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation as input"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools must hold functions only, got"),
+        ({"tools": [{"name": "add"}]}, "tools", "tools must hold objects with a type, got"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "leave it out"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools", "tools must hold .*name"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         ({"reasoning": {"budget": 9}}, "reasoning", "has no argument 'budget'"),
