@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import docs.checks.blocks
+import docs.checks.model
 import docs.checks.parts
 import docs.checks.scheduling
 import docs.exercises  # noqa: F401  before the clock of a check starts
@@ -35,7 +36,9 @@ from docs.checks import CHECKS
 ROOT = Path(__file__).parent.parent
 SOLUTIONS = {"nano": ROOT / "nanoengine" / "nano.py", "exercises": ROOT / "docs" / "exercises.py"}
 LESSONS = {
-    "3": "Paging: num_blocks_for, may_append, map_slots",
+    "1": "The model: norm, rotate, __call__",
+    "2": "The KV cache: attention",
+    "3": "Paging: num_blocks_for, may_append, map_slots, gathered_attention",
     "4": "Prefix caching: hash_full_blocks, _find, find_prefix, register_full_blocks, allocate",
     "5": "Eviction: _take_free_block, free",
     "6": "Continuous batching: schedule, update",
@@ -51,6 +54,15 @@ LESSONS = {
 }
 IN_EXERCISES = ("9", "12", "13", "20")  # the lessons whose functions are in docs/exercises.py
 STARTS = {  # the stub's first versions of what an earlier lesson calls already
+    "attention": "parts = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))\n"
+    "out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)  # without a cache\n"
+    "return out.squeeze(0).transpose(0, 1)",
+    "gathered_attention": "length, key_len = len(q), inputs.key_lens[0]  # of one sequence, in one block\n"
+    "k, v = (x[inputs.block_tables[0, 0], :key_len] for x in cache)\n"
+    "is_seen = torch.ones(length, key_len, dtype=torch.bool).tril(key_len - length)\n"
+    "parts = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))\n"
+    "out = F.scaled_dot_product_attention(*parts, is_seen, enable_gqa=True)\n"
+    "return out.squeeze(0).transpose(0, 1)",
     "_take_free_block": "block = self.empty_blocks.popleft()\nblock.ref_count = 1\nreturn block.block_id",
     "_schedule_chunk": "start, seq.num_computed_tokens = seq.num_computed_tokens, len(seq.token_ids)\n"
     "self.block_manager.register_full_blocks(seq)\n"
