@@ -285,22 +285,28 @@ def as_engine(scheduler, seqs):
     """Return nano.py's scheduler in the form that check_laws reads, with sequences in order of arrival."""
     manager = scheduler.block_manager
     blocks = [
-        SimpleNamespace(block_id=b.block_id, ref_count=b.ref_count, key=b.key and BlockKey(*b.key))
-        for b in manager.blocks
+        SimpleNamespace(block_id=b.block_id, ref_count=b.ref_count, prefix=None) for b in manager.blocks
     ]
+    for block, old in zip(blocks, manager.blocks, strict=True):
+        if old.key is not None:
+            block.prefix = SimpleNamespace(key=BlockKey(*old.key), parent=old.parent_id, blocks={})
+            block.prefix.blocks[block.block_id] = block
+    found = [blocks[block.block_id] for block in manager.registered_blocks.values()]
+    assert [block.prefix.key.hash for block in found] == list(manager.registered_blocks)
+    free = [*manager.empty_blocks, *manager.evictable_blocks.values()]
 
     def queue(old):
-        names = "block_table num_computed_tokens num_hit_tokens num_registered_blocks prefix_id is_finished"
+        names = "block_table num_computed_tokens num_hit_tokens num_registered_blocks is_finished"
         return [
             SimpleNamespace(
                 capacity=len(seq.block_table) * manager.block_size,
                 order=seqs.index(seq),
+                prefix=seq.prefix_id or None,
                 **{name: getattr(seq, name) for name in names.split()},
             )
             for seq in old
         ]
 
-    registered = manager.registered_blocks.items()
     return SimpleNamespace(
         waiting=queue(scheduler.waiting),
         running=queue(scheduler.running),
@@ -308,9 +314,8 @@ def as_engine(scheduler, seqs):
         block_manager=SimpleNamespace(
             blocks=blocks,
             block_size=manager.block_size,
-            empty_blocks=[blocks[block.block_id] for block in manager.empty_blocks],
-            evictable_blocks={i: blocks[block.block_id] for i, block in manager.evictable_blocks.items()},
-            registered_blocks={key: {b.block_id: blocks[b.block_id]} for key, b in registered},
+            free_blocks={block.block_id: blocks[block.block_id] for block in free},
+            prefixes={(block.prefix.key, block.prefix.parent): block.prefix for block in found},
         ),
     )
 
