@@ -6,12 +6,10 @@ single call. Import only the standard library at the top: `engines.py` imports t
 """
 
 import mmap
-import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-EXACT = {"CXX": f"{os.environ.get('CXX') or 'g++'} -DEXACT"}  # docs/guide/bits.md
 WITHOUT = "nanoengine without "  # prefix of an engine's name, before the trick's name
 
 
@@ -59,7 +57,7 @@ TRICKS = {
     "one call per layer": Trick(("cpu",), switch_off=_calls_per_layer),
     "large pages": Trick(("cpu",), switch_off=_small_pages),
     "pinned threads": Trick(("cpu",), {"pin_threads": False}),
-    "inexact sums": Trick(("cpu",), switch_off=lambda: os.environ.update(EXACT)),
+    "inexact sums": Trick(("cpu",), {"batch_invariant": True}),  # docs/guide/bits.md
     "graphs": Trick(("cuda",), switch_off=_no_graphs),
     "fusion": Trick(("cuda",), switch_off=_no_fusion),
     "async scheduling": Trick(("cuda",), {"async_scheduling": False}),

@@ -53,14 +53,17 @@ def main(model: str, dtype: str) -> None:
     """Print for each variation how many of 16 requests have other log-probabilities, cold and warm."""
     prompts = [[(7 * i + j * j) % 90 + 5 for j in range(8 * i + 1)] for i in range(16)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=16, logprobs=2) for i in range(16)]
-    expected: list[str] = []
-    for name, settings in VARIATIONS.items():
-        try:
-            answers = list(answer(model, prompts, params, dtype=dtype, **settings))
-        except ValueError as error:  # a model with states supports no drafts
-            print(f"{name}: {error}")
-            continue
-        expected = expected or answers[0]
-        for cache, given in zip(("cold", "warm"), answers, strict=True):
-            differing = sum(a != b for a, b in zip(given, expected, strict=True))
-            print(f"{name}, {cache}: {differing} of 16 differ")
+    for is_exact in (False, True):
+        print(f"with batch_invariant={is_exact}")
+        expected: list[str] = []
+        for name, settings in VARIATIONS.items():
+            settings = settings | {"dtype": dtype, "batch_invariant": is_exact}
+            try:
+                answers = list(answer(model, prompts, params, **settings))
+            except ValueError as error:  # a model with states supports no drafts
+                print(f"{name}: {error}")
+                continue
+            expected = expected or answers[0]
+            for cache, given in zip(("cold", "warm"), answers, strict=True):
+                differing = sum(a != b for a, b in zip(given, expected, strict=True))
+                print(f"{name}, {cache}: {differing} of 16 differ")

@@ -171,7 +171,7 @@ def load(opened: Opened, ranks: "Ranks | None", is_draft: bool) -> tuple["Decode
         specs = in_int8(specs)
     with phase("packing"), uninterrupted():
         device.prepare(model)
-        if device.is_exact:
+        if config.batch_invariant:
             from nanoengine.models.batch_invariant import make_exact
             from nanoengine.models.hf import HFModel
 

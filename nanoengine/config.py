@@ -113,6 +113,8 @@ class EngineConfig:
     # code that computes attention; "auto": the fastest that supports the model
     attn_backend: Literal["auto", "flash", "varlen", "triton", "compiled", "torch"] = "auto"
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
+    # on a CPU with compiled kernels: log-probabilities depend on no schedule, to the last bit
+    batch_invariant: bool = False
     async_scheduling: bool | None = None  # schedule a step while another runs; by default on a GPU only
     # speculative decoding: "method", "num_speculative_tokens" and the other fields of `SpeculativeConfig`
     speculative_config: dict[str, Any] | None = None
@@ -173,6 +175,8 @@ class EngineConfig:
             self._check_kv_store()
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):
             raise TypeError(f"lora must be a directory with an adapter, got {self.lora!r}")
+        if self.batch_invariant and self.tensor_parallel_size != 1:
+            raise ValueError(f"batch_invariant needs tensor_parallel_size=1, got {self.tensor_parallel_size}")
         if self.lora is not None and self.tensor_parallel_size != 1:
             raise ValueError(f"lora needs tensor_parallel_size=1, got {self.tensor_parallel_size}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:

@@ -65,7 +65,7 @@ def find_difference(
         made = small_model(small_config(kind)) if kind == WITH_STATES else hf_model(kind)
         made.save_pretrained(model)
     prompts, params = requests(num_requests)
-    common = {**FORMS[form], "pin_threads": False}
+    common = {**FORMS[form], "pin_threads": False, "batch_invariant": True}
     expected = next(answer(str(model), prompts, params, **common))
     for number in numbers:
         settings = schedule(random.Random(number), directory / f"store of {kind} in {form}", kind)

@@ -36,10 +36,11 @@ class Emulated(NamedTuple):
 
 
 @functools.cache
-def start(int8_cache: bool = False) -> Emulated:
+def start(int8_cache: bool = False, exact: bool = False) -> Emulated:
     """Compile and start it."""
     directory = tempfile.TemporaryDirectory()
     flags = [flag for flag in build.FLAGS.split() if flag not in ("-march=native", "-shared", "-fPIC")]
+    flags += ["-DEXACT"] * exact
     includes = [f"-I{build.SOURCE.parent}", f"-I{directory.name}"]
     command = [COMPILER, *flags, f"-march={PROCESSOR}", "-static", *includes, f"-DTYPES={7 + 8 * int8_cache}"]
     source = subprocess.check_output([*command, "-E", "-P", str(build.SOURCE)], text=True)
@@ -58,8 +59,10 @@ class EmulatedKernels(kernels.Kernels):
     has_one_thread = False
     are_integers_fast = True
 
-    def __init__(self, dtype: torch.dtype = torch.float32, int8_cache: bool = False) -> None:
-        self.process = start(int8_cache).process
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, int8_cache: bool = False, exact: bool = False
+    ) -> None:
+        self.process = start(int8_cache, exact).process
         self.was_compiled, self.seconds = False, 0.0
 
     def serves(self, dtype: torch.dtype) -> bool:

@@ -107,6 +107,7 @@ class Device:
     backends: ClassVar[tuple[type[PagedAttention], ...]] = (TorchAttention,)
     rounds_weights: ClassVar[bool] = False  # for quantization="int8" and "int4"
     rounds_activations: ClassVar[bool] = False
+    has_exact_kernels: ClassVar[bool] = False  # for batch_invariant=True
     # Defaults for settings of the user. A larger step is not faster on a CPU: it overflows the CPU's caches.
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
@@ -123,14 +124,11 @@ class Device:
             raise ValueError(f"quantization={config.quantization!r} needs kernels, which {device.type} lacks")
         if config.activations == "int8" and not self.rounds_activations:
             raise ValueError(f"activations='int8' is supported on a CPU only, not on {device.type}")
+        if config.batch_invariant and not self.has_exact_kernels:
+            raise ValueError(f"batch_invariant=True is supported on a CPU only, not on {device.type}")
         self.device = device
         self.config = config
         self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether kernels give the same bits under any schedule. Then the model's own code must too."""
-        return False
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to compute in if the config or the checkpoint asks for this one.

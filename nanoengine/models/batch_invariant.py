@@ -65,7 +65,17 @@ class ExactModel(HFModel):
 
 
 def make_exact(model: HFModel) -> None:
-    """Make a loaded model an `ExactModel`. Convolutions of single tokens then use no kernel either."""
+    """Make a loaded model an `ExactModel`. Convolutions of single tokens then use no kernel either.
+
+    Raises:
+        ValueError: a layer multiplies by a weight outside of a linear layer, like Mamba's.
+    """
+    for module in model.modules():
+        if "mamba_selective_scan" in getattr(module, "stand_ins", ()):
+            raise ValueError(
+                f"batch_invariant=True is not supported with {type(module).__name__} layers: the products of "
+                "their weights depend on the number of rows"
+            )
     model.__class__ = ExactModel
     for specs in model.states.specs if model.states else ():
         specs.update({key: x._replace(has_kernel=False) for key, x in specs.items() if key[0] == "conv"})

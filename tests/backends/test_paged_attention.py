@@ -92,11 +92,9 @@ def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
 )
 @pytest.mark.parametrize("settings", [{}, {"window": 300}, {"window": 70, **BOTH, **WITH_ALIBI}], ids=case_id)
 def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
-    exact, int8, dtype, block_size, kv_heads, head_dim, settings, request
+    exact, int8, dtype, block_size, kv_heads, head_dim, settings
 ):
     """To the last bit, so that no sampled token can. Sequences share nothing, a beginning, or everything."""
-    if exact:
-        request.getfixturevalue("exact_kernels")
     rng, generator = random.Random(block_size), torch.Generator().manual_seed(0)
     lens = [rng.choice([1, 16, 40, 256, 257, 300, 513, 700]) for _ in range(40)]
     num_blocks = 1 + sum(-(-n // block_size) for n in lens)
@@ -112,7 +110,7 @@ def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
     q = torch.randn(len(lens), 4, head_dim, generator=generator).to(dtype)
     window = settings.get("window") or 1000
     of_all = Settings(**{"scale": 0.2, "window": None, "softcap": None, "sinks": None, **settings})
-    kernels = Kernels(dtype, int8)
+    kernels = Kernels(dtype, int8, exact)
 
     def attend(rows):
         out = torch.zeros_like(q)

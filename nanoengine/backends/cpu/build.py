@@ -27,7 +27,7 @@ class NoKernelsError(RuntimeError):
     """Raised if there are no kernels for this machine. The message gives the reason."""
 
 
-def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
+def load_library(types: int, exact: bool = False) -> tuple[ctypes.CDLL, bool]:
     """Load the kernels for some of `kernels.TYPES` (8: with an int8 KV cache), which are compiled if needed.
 
     A library's name contains its own digest, so that a truncated file is not loaded.
@@ -40,12 +40,13 @@ def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
     Raises:
         NoKernelsError: there is no compiler, or the compiler fails.
     """
+    flags = f"{FLAGS} -DEXACT" if exact else FLAGS
     try:
-        return _load(types, FLAGS)
+        return _load(types, flags)
     except NoKernelsError as error:
         if "-fopenmp" not in str(error).partition(" failed: ")[2]:
             raise
-        return _load(types, FLAGS.replace("-fopenmp", "-fopenmp-simd"))
+        return _load(types, flags.replace("-fopenmp", "-fopenmp-simd"))
 
 
 def _load(types: int, flags: str) -> tuple[ctypes.CDLL, bool]:

@@ -25,7 +25,7 @@ class CPU(Device):
     """Describes a CPU. The compiled kernels require a C++ compiler, and enforce_eager disables them."""
 
     backends = (CompiledAttention, TorchAttention)
-    rounds_weights = rounds_activations = True
+    rounds_weights = rounds_activations = has_exact_kernels = True
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
@@ -48,7 +48,9 @@ class CPU(Device):
         try:
             if self.config.enforce_eager:
                 raise NoKernelsError("enforce_eager")
-            self.kernels, self._no_kernels = Kernels(dtype, self.config.kv_cache_dtype == "int8"), None
+            int8_cache = self.config.kv_cache_dtype == "int8"
+            self.kernels = Kernels(dtype, int8_cache, self.config.batch_invariant)
+            self._no_kernels = None
         except NoKernelsError as error:
             self._no_kernels = str(error)
         return self.kernels is not None
@@ -78,11 +80,14 @@ class CPU(Device):
             from nanoengine.backends.cpu.state_kernels import StateKernels
 
             model.states.kernels = self.kernels and StateKernels(self.kernels)
-        if self.bits and self.kernels is None:
-            asked = f"quantization={self.config.quantization!r}"
-            raise ValueError(f"{asked} needs compiled kernels: {self._no_kernels}")
-        if self.config.activations == "int8" and self.kernels is None:
-            raise ValueError(f"activations='int8' needs compiled kernels: {self._no_kernels}")
+        asked = {
+            f"quantization={self.config.quantization!r}": self.bits,
+            "activations='int8'": self.config.activations == "int8",
+            "batch_invariant=True": self.config.batch_invariant,
+        }
+        for setting, is_set in asked.items():
+            if is_set and self.kernels is None:
+                raise ValueError(f"{setting} needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
             model.use_linear_layers()
         pack_weights(model, self.kernels, self.bits, self._activation_bits(next(model.parameters()).dtype))
@@ -91,11 +96,6 @@ class CPU(Device):
             for i, layer in enumerate(model.layers):
                 if CompiledLayer.can_hold(layer):
                     model.layers[i] = CompiledLayer(layer, self.kernels, i == len(model.layers) - 1)
-
-    @property
-    def is_exact(self) -> bool:
-        """See the base class."""
-        return self.kernels is not None and self.kernels.are_exact
 
     def running(self) -> AbstractContextManager[object]:
         """See the base class."""
@@ -109,6 +109,9 @@ class CPU(Device):
         """See the base class."""
         attention = super().choose_attention(specs, settings)
         if attention.backend is not CompiledAttention:
+            if self.config.batch_invariant:
+                why = "; ".join(attention.notes) or f"attn_backend={self.config.attn_backend!r}"
+                raise ValueError(f"batch_invariant=True needs compiled attention: {why}")
             return attention
         assert self.kernels is not None
         if (num_threads := torch.get_num_threads()) > 1:

@@ -343,8 +343,6 @@ extern "C" const int64_t outputs;  // in a block of a packed weight
 const int64_t outputs = OUTPUTS;
 extern "C" const bool amx;  // whether bfloat16 products use AMX
 const bool amx = HAS_AMX;
-extern "C" const bool exact;  // whether compiled with -DEXACT
-const bool exact = IS_EXACT;
 extern "C" const bool one_thread;  // whether the compiler does not support OpenMP
 #ifdef _OPENMP
 const bool one_thread = false;

@@ -25,18 +25,20 @@ class Kernels:
     """Calls the functions of kernels.cpp, compiled for this machine's processor and cached between runs.
 
     The constructor compiles them for one dtype, and `serves` for any other when it is first requested.
-    The KV cache has the same dtype, or is an int8 cache (backends/int8_cache.py).
+    The KV cache has the same dtype, or is an int8 cache (backends/int8_cache.py). With `exact`, results have
+    the same bits under any schedule (docs/guide/bits.md).
     Source of the idea: vLLM's `csrc/cpu`.
 
     Raises:
         NoKernelsError: there is no C++ compiler, or the compiler fails. The message gives the reason.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, int8_cache: bool = False) -> None:
-        self.was_compiled, self.seconds, self.int8_cache = False, 0.0, int8_cache
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, int8_cache: bool = False, exact: bool = False
+    ) -> None:
+        self.was_compiled, self.seconds, self.int8_cache, self.exact = False, 0.0, int8_cache, exact
         self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
         self.library = self._load(dtype)
-        self.are_exact = ctypes.c_bool.in_dll(self.library, "exact").value  # see docs/guide/bits.md
         self.has_one_thread = ctypes.c_bool.in_dll(self.library, "one_thread").value  # no OpenMP
         self._libraries: dict[torch.dtype, ctypes.CDLL | None] = {dtype: self.library}  # None: not available
 
@@ -45,7 +47,7 @@ class Kernels:
             raise NoKernelsError(f"there are no kernels for {dtype_name(dtype)}")
         start = time.perf_counter()
         with unwound_by_sigterm():  # SIGTERM would otherwise leave the compiler running, and its files
-            library, was_compiled = load_library(TYPES[dtype] | 8 * self.int8_cache)
+            library, was_compiled = load_library(TYPES[dtype] | 8 * self.int8_cache, self.exact)
         self.seconds += time.perf_counter() - start
         self.was_compiled |= was_compiled
         if not hasattr(library, f"linear_{dtype_name(dtype)}"):
