@@ -231,8 +231,7 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         hash_function: Callable[[bytes, int], int] = xxh3_64_intdigest,
     ) -> None:
-        # assembly.py derives it from num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
-        self.num_blocks = num_blocks  # usable blocks: the null block is not counted
+        self.num_blocks = num_blocks  # without the null block. assembly.py finds how many the memory holds
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
@@ -367,10 +366,11 @@ class BlockManager:
 
     def _hash_full_blocks(self, seq: Sequence) -> None:
         """Extend seq.block_keys to cover all full blocks. Each block of a sequence is hashed only once."""
-        for i in range(len(seq.block_keys), len(seq.token_ids) // self.block_size):
-            content = array("i", seq.token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
-            parent_hash = seq.block_keys[-1].hash if i else 0
-            seq.block_keys.append(BlockKey(self.hash_function(content, parent_hash), content))
+        keys, size = seq.block_keys, 4 * self.block_size  # bytes of int32
+        data = array("i", seq.token_ids[len(keys) * self.block_size :]).tobytes()
+        for end in range(size, len(data) + 1, size):
+            content, parent_hash = data[end - size : end], keys[-1].hash if keys else 0
+            keys.append(BlockKey(self.hash_function(content, parent_hash), content))
 
     # -- release
 
@@ -494,7 +494,7 @@ class Scheduler:
         num_preemptions, budget = self.num_preemptions, self.max_num_batched_tokens
         chunks: list[Chunk] = []
 
-        # Loop by index: a preemption in the loop removes the last element.
+        # Loop by index: a preemption in the loop removes an element at or after i.
         i = 0
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
@@ -565,7 +565,7 @@ class Scheduler:
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int, chunks: list[Chunk]) -> int:
         """Add a chunk of uncomputed tokens, as many as the budget and the limit allow. Returns how many."""
         start = seq.num_computed_tokens
-        seq.num_computed_tokens = end = min(num_tokens, start + min(budget, self.max_chunk_tokens))
+        seq.num_computed_tokens = end = min(num_tokens, start + budget, start + self.max_chunk_tokens)
         # A block whose last token is pending cannot be hashed yet. It is registered one step later.
         num_known_tokens = min(end, len(seq.token_ids))
         if num_known_tokens // self.block_manager.block_size > seq.num_registered_blocks:
