@@ -386,6 +386,8 @@ class LLMEngine:
         for seq in collected.advanced:
             request = self._request_of[seq.seq_id]
             requests[request.request_id] = request
+            if (times := request.metrics).first_token_time is None:
+                self._stats.observed["time_to_first_token_seconds"].add(now - times.arrival_time)
             self.num_generation_tokens += request.take_tokens(seq, of_samples.get(seq.seq_id, ()), now)
             if math.isnan(request.samples[seq.seq_id].cumulative_logprob):
                 self._fail(seq)

@@ -1,5 +1,6 @@
 """Defines the outputs that users get, under vLLM's names, and collects statistics of finished requests."""
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -124,7 +125,10 @@ PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2
 
 
 class RequestStats:
-    """Collects the lengths (in tokens) and durations of requests, each when the request finishes."""
+    """Collects the lengths (in tokens) and durations of requests.
+
+    The engine adds the time to the first token as soon as there is one, `add` the others.
+    """
 
     def __init__(self, max_model_len: int) -> None:
         lengths = [m * 10**e for e in range(8) for m in (1, 2, 5) if m * 10**e <= max_model_len]
@@ -145,29 +149,31 @@ class RequestStats:
         }
 
     def add(self, request: Any) -> None:
-        """Record a finished request. Aborted requests count in `reasons`, but not in the histograms."""
+        """Record a finished request, or an aborted one as far as it got."""
         samples, times, params = list(request.samples.values()), request.metrics, request.source.params
         self.reasons.update(sample.seq.finish_reason for sample in samples)
-        arrived, first, end = times.arrival_time, times.first_token_time, times.finished_time
+        arrived, first = times.arrival_time, times.first_token_time
+        end = time.monotonic() if times.finished_time is None else times.finished_time
         scheduled = samples[0].seq.first_scheduled_time
-        if None in (scheduled, first, end):
-            return
         lengths = [sample.seq.num_output_tokens for sample in samples]
         longest = max(lengths)
-        values = {
+        values: dict[str, Iterable[float]] = {
             "request_prompt_tokens": [len(request.source.token_ids)],
             "request_generation_tokens": lengths,
             "request_params_n": [params.n],
             "request_params_max_tokens": [] if params.max_tokens is None else [params.max_tokens],
-            "time_to_first_token_seconds": [first - arrived],
             "inter_token_latency_seconds": chain(*(sample.latencies for sample in samples)),
-            "request_time_per_output_token_seconds": [(end - first) / (longest - 1)] if longest > 1 else [],
             "e2e_request_latency_seconds": [end - arrived],
-            "request_queue_time_seconds": [scheduled - arrived],
-            "request_inference_time_seconds": [end - scheduled],
-            "request_prefill_time_seconds": [first - scheduled],
-            "request_decode_time_seconds": [end - first],
         }
+        if scheduled is not None:
+            values["request_queue_time_seconds"] = [scheduled - arrived]
+            values["request_inference_time_seconds"] = [end - scheduled]
+        if first is not None:
+            values["request_prefill_time_seconds"] = [first - scheduled]
+            values["request_decode_time_seconds"] = [end - first]
+            values["request_time_per_output_token_seconds"] = [(end - first) / max(1, longest - 1)][
+                : longest - 1
+            ]
         for name, observed in values.items():
             for value in observed:
                 self.observed[name].add(value)

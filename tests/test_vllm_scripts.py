@@ -300,16 +300,16 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
     by_name = {m.name: m for m in metrics if isinstance(m, Histogram)}
     generated = by_name["vllm:request_generation_tokens"]
     assert generated.labels == labels
-    assert generated.buckets == {"1.0": 0, "2.0": 0, "5.0": 1, "10.0": 3, "20.0": 3, "50.0": 3, "+Inf": 3}
-    assert by_name["vllm:request_params_n"].buckets["1.0"] == 1
-    assert by_name["vllm:request_params_max_tokens"].sum == 40
+    assert generated.buckets == {"1.0": 1, "2.0": 1, "5.0": 2, "10.0": 4, "20.0": 4, "50.0": 4, "+Inf": 4}
+    assert by_name["vllm:request_params_n"].buckets["1.0"] == 2
+    assert by_name["vllm:request_params_max_tokens"].sum == 50
     between = by_name["vllm:inter_token_latency_seconds"]
-    assert between.count == generated.sum - 3  # each sample's first token has none before it
+    assert between.count == generated.sum - 4  # each sample's first token has none before it
     assert between.sum <= by_name["vllm:request_decode_time_seconds"].sum * 2  # of a request with two samples
     parts = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
     total = by_name["vllm:e2e_request_latency_seconds"]
     assert sum(by_name[f"vllm:{part}"].sum for part in parts) == pytest.approx(total.sum)
-    assert total.count == 2
+    assert total.count == 3
     first = by_name["vllm:time_to_first_token_seconds"].sum
     assert 0 < by_name["vllm:request_queue_time_seconds"].sum < first < total.sum
 
