@@ -26,7 +26,6 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": ("set max_num_batched_tokens to at least the longest prompt's length", True),
     "enable_lora": ("pass lora=...; the adapter is merged into the weights", False),
     "guided_decoding": ("use structured_outputs",),
-    "include": ("leave it out", [], ["reasoning.encrypted_content"]),
     "include_reasoning": ("read only content", True),
     "kv_transfer_config": ("set kv_store",),
     "length_penalty": ("it is a setting of beam search only", 1.0, 1),

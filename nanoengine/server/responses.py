@@ -62,6 +62,9 @@ class ResponsesRequest(BaseModel):
         Raises:
             APIError: a field is not supported, or the input holds anything but text and function calls.
         """
+        extra = self.model_extra or {}
+        if extra.get("include") == ["reasoning.encrypted_content"]:  # agents ask for it, and go on without
+            del extra["include"]
         sampling = sampling_fields(self, SERVED)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             message = f"max_output_tokens must be at least 1, got {self.max_output_tokens}"
