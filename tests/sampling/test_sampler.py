@@ -227,6 +227,12 @@ def greedy_after(**fields):
     return sample(LOGITS.unsqueeze(0), [row(params, token_ids, num_prompt_tokens, stop_ids=stop_ids)])
 
 
+def test_repetition_penalty_multiplies_negative_logits():
+    logits = torch.tensor([[-1.0, -1.5]])
+    params = SamplingParams(temperature=0, repetition_penalty=2.0)
+    assert sample(logits, [row(params, token_ids=[0])])[0] == [1]
+
+
 def test_min_tokens_bans_every_stop_id_until_it_is_reached():
     options = {"stop_ids": (1, 4), "min_tokens": 2}
     assert greedy_after(token_ids=[0], **options)[0] == [2]
