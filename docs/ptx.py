@@ -304,7 +304,7 @@ class Cta:
             return value.view(dtype)
         if operand.startswith("%"):
             raise Fault(f"{operand} is read before it is written")
-        bits = int(operand.replace("0f", "0x").rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
+        bits = int(re.sub("^0[fd]", "0x", operand).rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
         return np.full(self.kernel.num_threads, bits, f"u{dtype.itemsize}").view(dtype)
 
     def put(self, register: Operand, value: Lanes, *, extend: bool = False) -> None:
@@ -339,13 +339,14 @@ class Cta:
 
     @opcode(r"mov\.(pred|[bsuf](?:16|32|64))", MOVE + "mov")
     def _move(self, operands: list[Operand], kind: str) -> None:
-        """Copy a register; 32 bits also to or from two registers of 16 bits, low half first."""
+        """Copy a register, also to or from two registers of half as many bits, low half first."""
         to, source = operands
+        half = "b16" if kind == "b32" else "b32"
         if isinstance(to, tuple):
             for i, register in enumerate(to):
-                self.put(register, self.get(source, kind).view(np.uint16)[i::2].copy())
+                self.put(register, self.get(source, kind).view(dtype_of(half))[i::2].copy())
         elif isinstance(source, tuple):
-            self.put(to, pack(*(self.get(x, "b16") for x in source)))
+            self.put(to, pack(*(self.get(x, half) for x in source)))
         else:
             self.put(to, self.get(source, kind))
 
@@ -378,23 +379,28 @@ class Cta:
         else:
             self.shared.write(self.addresses(operands[0]), values, self.threads[self.active])
 
-    @opcode(r"shfl\.sync\.(bfly|idx)\.b32", MOVE + "shfl-sync")
+    @opcode(r"shfl\.sync\.(bfly|idx|up)\.b32", MOVE + "shfl-sync")
     def _shuffle(self, operands: list[Operand], mode: str) -> None:
-        """Read a register of another thread of the warp: of lane i ^ b (butterfly), or of lane b."""
+        """Read a register of another thread of the warp.
+
+        It is lane i ^ b (bfly), lane b (idx), or lane i - b (up): the first lanes then read their own.
+        """
         to, source, by, *whole_warp = operands
-        if whole_warp != ["31", "-1"]:
+        if whole_warp != ["0" if mode == "up" else "31", "-1"]:
             raise Fault("a shuffle among a part of a warp is not supported")
         b = self.get(by, "u32").astype(np.int64)
-        lane = self.lane ^ b if mode == "bfly" else b % WARP
+        lane = {"bfly": self.lane ^ b, "idx": b % WARP, "up": self.lane - b}[mode]
+        lane = np.where(lane < 0, self.lane, lane)
         self.put(to, self.get(source, "b32")[np.arange(len(b)) - self.lane + lane])
 
-    @opcode(r"redux\.sync\.max\.s32", SYNC + "redux-sync")
-    def _warp_max(self, operands: list[Operand]) -> None:
-        """Write the largest number of a warp to all its threads. The mask comes from a register."""
+    @opcode(r"redux\.sync\.(max|add)\.s32", SYNC + "redux-sync")
+    def _reduce(self, operands: list[Operand], what: str) -> None:
+        """Write a warp's largest number, or the sum, to all its threads. The mask comes from a register."""
         if (self.get(operands[2], "b32") != 0xFFFFFFFF).any():
-            raise Fault("a maximum of a part of a warp is not supported")
-        largest = self.get(operands[1], "s32").reshape(-1, WARP).max(1)
-        self.put(operands[0], largest.repeat(WARP))
+            raise Fault("a reduction of a part of a warp is not supported")
+        numbers = self.get(operands[1], "s32").reshape(-1, WARP)
+        result = numbers.max(1) if what == "max" else numbers.sum(1, dtype=np.int32)
+        self.put(operands[0], result.repeat(WARP))
 
     # ---- Control and synchronization
 

@@ -12,8 +12,8 @@ Lanes = NDArray[Any]  # one element per thread
 
 
 def pack(low: Lanes, high: Lanes) -> Lanes:
-    """Return two registers of 16 bits in one."""
-    packed: Lanes = np.stack([low, high], 1).view(np.uint32)
+    """Return two registers of 16 or 32 bits in one."""
+    packed: Lanes = np.stack([low, high], 1).view(f"u{2 * low.itemsize}")
     return packed[:, 0]
 
 
@@ -65,11 +65,24 @@ def shift(shift: Any) -> Any:
     return lambda a, by: shift(a, np.minimum(by, 64).astype(a.dtype))
 
 
+def in_halves(compute: Any, kind: str) -> Any:
+    """Return an operation on registers of 16 bits, or on both halves of registers of 32."""
+
+    def execute(*registers: Lanes) -> Lanes:
+        halves = (from_half(np.ascontiguousarray(x).view(np.uint16), kind) for x in registers)
+        exact = compute(*(x.astype(np.float64) for x in halves))
+        return to_half(exact.astype(np.float32), kind).view(registers[0].dtype)
+
+    return execute
+
+
 INTEGER, FLOAT = "integer-arithmetic-instructions-", "floating-point-instructions-"
+HALF = "half-precision-floating-point-instructions-"
 LOGIC, SELECT = "logic-and-shift-instructions-", "comparison-and-selection-instructions-"
 MOVE = "data-movement-and-conversion-instructions-"
 INT, BIT, ANY = "([su](?:16|32|64))", "(pred|b16|b32|b64)", "([bsuf](?:16|32|64))"
 INT32 = -(2**31), 2**31 - 1
+WIDER = np.longdouble  # in which products of float64 are nearly exact, as before the sum of a real fma
 TINY = np.finfo(np.float32).tiny  # .ftz flushes smaller numbers to zero
 # Opcode, the types of its inputs (t is the opcode's, w is widened, W is wide), section, meaning.
 TABLE: list[tuple[str, str, str, Any]] = [
@@ -86,19 +99,33 @@ TABLE: list[tuple[str, str, str, Any]] = [
     ("max." + INT, "tt", INTEGER + "max", np.maximum),
     ("neg.(s32|s64)", "t", INTEGER + "neg", np.negative),
     ("bfe.([su]32)", "tuu", INTEGER + "bfe", extract),
-    ("add(?:.rn)?.(f32)", "tt", FLOAT + "add", np.add),
-    ("sub(?:.rn)?.(f32)", "tt", FLOAT + "sub", np.subtract),
-    ("mul(?:.rn)?.(f32)", "tt", FLOAT + "mul", np.multiply),
-    ("fma.rn.(f32)", "ttt", FLOAT + "fma", lambda a, b, c: (a.astype(float) * b + c).astype(np.float32)),
+    *(
+        (f"{name}(?:.rn)?.{kind}{width}()", letters[bool(width)] * num, HALF + name, in_halves(compute, kind))
+        for name, num, compute in (
+            ("add", 2, np.add),
+            ("sub", 2, np.subtract),
+            ("mul", 2, np.multiply),
+            ("fma", 3, lambda a, b, c: a * b + c),
+        )
+        for letters in ("hu",)
+        for kind in ("f16", "bf16")
+        for width in ("", "x2")
+    ),
+    ("add(?:.rn)?.(f32|f64)", "tt", FLOAT + "add", np.add),
+    ("sub(?:.rn)?.(f32|f64)", "tt", FLOAT + "sub", np.subtract),
+    ("mul(?:.rn)?.(f32|f64)", "tt", FLOAT + "mul", np.multiply),
+    ("fma.rn.(f32|f64)", "ttt", FLOAT + "fma", lambda a, b, c: (a.astype(WIDER) * b + c).astype(a.dtype)),
     ("div.rn.(f32)", "tt", FLOAT + "div", np.divide),
     ("div.full.(f32)", "tt", FLOAT + "div", lambda a, b: a * (np.float32(1) / b)),  # not rounded correctly
     ("min.(f32)", "tt", FLOAT + "min", np.fmin),  # the other one, if one is NaN
     ("max.(f32)", "tt", FLOAT + "max", np.fmax),
-    ("neg.(f32)", "t", FLOAT + "neg", np.negative),
+    ("neg.(f32|f64)", "t", FLOAT + "neg", np.negative),
     ("ex2.approx.ftz.(f32)", "t", FLOAT + "ex2", lambda a: np.exp2(a) * (np.exp2(a) >= TINY)),
+    ("rsqrt.approx.ftz.(f32)", "t", FLOAT + "rsqrt", lambda a: np.float32(1) / np.sqrt(a)),
     ("and." + BIT, "tt", LOGIC + "and", np.bitwise_and),
     ("or." + BIT, "tt", LOGIC + "or", np.bitwise_or),
     ("xor." + BIT, "tt", LOGIC + "xor", np.bitwise_xor),
+    ("popc.b32()", "u", INTEGER + "popc", lambda a: np.bitwise_count(a).astype(np.uint32)),
     ("not." + BIT, "t", LOGIC + "not", np.invert),
     ("shl." + BIT, "tu", LOGIC + "shl", shift(np.left_shift)),
     ("shr." + ANY, "tu", LOGIC + "shr", shift(np.right_shift)),
@@ -113,6 +140,7 @@ TABLE: list[tuple[str, str, str, Any]] = [
     ("prmt.b32()", "uuu", MOVE + "prmt", permute),
     ("cvt.s8.s32()", "u", MOVE + "cvt", lambda a: a.astype(np.int8).astype(np.int16)),
     ("cvt.s16.s8()", "h", MOVE + "cvt", lambda a: a.astype(np.int8).astype(np.int16)),
+    ("cvt.f64.(f32)", "t", MOVE + "cvt", lambda a: a.astype(np.float64)),
     ("cvt.f32.f16()", "h", MOVE + "cvt", lambda a: from_half(a, "f16")),
     ("cvt.f32.bf16()", "h", MOVE + "cvt", lambda a: from_half(a, "bf16")),
     ("cvt.rn.f16.(f32)", "t", MOVE + "cvt", lambda a: to_half(a, "f16")),

@@ -32,7 +32,7 @@ from nanoengine.engine import (
     Sequence,
 )
 from nanoengine.models.load import load_model
-from nanoengine.sampling.sampler import CachedRows, draw_rows, sample_rows, scale_logits, sort_keys
+from nanoengine.sampling.sampler import CachedRows, draw_rows, draw_unfiltered, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
 from nanoengine.timing import phase
@@ -107,7 +107,7 @@ def start_runner(
     """
     model, device, loaded = load(opened, ranks, draft_widths is not None)
     config, num_groups = opened.config, len(loaded.kv_groups)
-    draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits), rank=device.fuse(sort_keys))
+    draw = device.draw or partial(draw_rows, unfiltered=device.draw_unfiltered or draw_unfiltered)
     sample = partial(sample_rows, draw=draw, reports_processed=config.logprobs_mode == "processed_logprobs")
     with uninterrupted(), device.running():  # a backend may run a trial on the GPU
         attention = device.choose_attention(model.kv_specs, model.attention_settings)
@@ -265,7 +265,10 @@ def capture(runner: ModelRunner, loaded: Loaded) -> Forward:
     decode = runner.build_inputs(trial_batch([1], SamplingParams(), [0], samples=False))
     largest = min(loaded.max_num_chunks, loaded.max_num_batched_tokens)
     return runner.device.capture(
-        Decodes(decode, runner.compute, largest, loaded.table_width, loaded.block_size, obstacles)
+        Decodes(
+            *(decode, runner.compute, runner.model, loaded.max_num_batched_tokens),
+            *(largest, loaded.table_width, loaded.block_size, obstacles),
+        )
     )
 
 
@@ -281,12 +284,10 @@ def plan_trial(config: EngineConfig, runner: ModelRunner, loaded: Loaded) -> Tri
     decodes = [1] * max(1, min(loaded.max_num_chunks, budget) // rows_per_seq)
     block_ids = list(range(1, -(-prompts[0] // runner.block_size) + 1))  # shared by all sequences
     most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
-    # Fused functions are compiled once for many rows and once for one row. Do both now, before any request.
-    sizes = (prompts, decodes, rows_per_seq), (prompts[:1], decodes[:1], 1)
-    batches: list[ScheduledBatch] = []
-    for of_prompts, of_decodes, num_rows in sizes:
-        batches.append(trial_batch(of_prompts, SamplingParams(top_k=20), block_ids))
-        batches.append(trial_batch(of_decodes, most_work, block_ids, rows=num_rows))
+    batches = [
+        trial_batch(prompts, SamplingParams(top_k=20), block_ids),
+        trial_batch(decodes, most_work, block_ids, rows=rows_per_seq),
+    ]
 
     @contextmanager
     def caches() -> Iterator[int]:

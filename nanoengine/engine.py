@@ -699,8 +699,8 @@ def build_inputs(
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             has_cached_tokens=bool(first_positions.any()),
-            # argmax finds the first chunk longer than one token, or the appended True if there is none.
-            num_leading_decodes=int(np.append(query_lens > 1, True).argmax()),
+            num_leading_decodes=int(np.append(query_lens > 1, True).argmax()),  # before the first True
+            has_decodes=bool((query_lens == 1).any()),
             needed_rows=is_needed.nonzero()[0],
         ),
         sample_rows=sample_rows,
@@ -819,10 +819,10 @@ class ModelRunner:
         """Call the function `build_inputs`. It is a method so that an extension can override it."""
         return build_inputs(batch, self.block_size, before)
 
-    def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:
-        """Return hidden states, (T, E). Rows that are not in needed_rows may be zeros."""
+    def compute(self, inputs: ModelInputs[Tensor], model: Any = None) -> Tensor:
+        """Return hidden states, (T, E), of `model` or its own. Rows not in needed_rows may be zeros."""
         attention = self.attention.build(inputs.metadata, self.block_size)
-        hidden: Tensor = self.model(inputs.input_ids, inputs.positions, self.caches, attention)
+        hidden: Tensor = (model or self.model)(inputs.input_ids, inputs.positions, self.caches, attention)
         return hidden
 
     def close(self) -> None:

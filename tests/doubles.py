@@ -5,6 +5,7 @@ time. Sources: flash-attn 2.8's `flash_attn_interface.py` and the checks of `csr
 `torch.nn.attention.varlen` of PyTorch 2.13.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import itertools
@@ -16,10 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device
-from nanoengine.backends.flash import FlashKernels
+from nanoengine.backends.flash import FlashAttention, FlashKernels, VarlenAttention
+from nanoengine.backends.paged_attention import TorchAttention
+from nanoengine.backends.triton import TritonAttention
+from nanoengine.models.decoder import PlainKernels
+from nanoengine.sampling.sampler import draw_unfiltered
 
 calls: Counter[str] = Counter()  # which path was taken how often
 
@@ -237,12 +243,84 @@ class GraphRecorder:
         return replay
 
 
+class Tape(TorchDispatchMode):
+    """Records operators, and repeats them on the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.operators.append((function, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        calls["piece"] += 1
+        for function, args, kwargs, out in self.operators:
+            repeated = function(*args, **kwargs)
+            if function._schema.is_mutable or any(
+                x is not None and x.alias_info for x in function._schema.returns
+            ):
+                continue  # it wrote to, or returned a view of, a tensor that was given
+            for old, new in zip(*map(torch.utils._pytree.tree_leaves, (out, repeated)), strict=True):
+                if isinstance(old, Tensor):
+                    old.copy_(new)
+
+
+class Recorder:
+    """Replays pieces from a tape, which holds what is launched between `begin` and `end`."""
+
+    def __init__(self, stream):
+        assert stream is FakeGPU.capture_stream
+        self.tape = None
+
+    def capturing(self):
+        return contextlib.nullcontext()
+
+    def begin(self):
+        assert self.tape is None
+        self.tape = Tape()
+        self.tape.__enter__()
+
+    def end(self):
+        tape, self.tape = self.tape, None
+        tape.__exit__(None, None, None)
+        return tape.replay
+
+
+class TritonKernels:
+    """Computes with PyTorch what the kernels do. They write K and V to their places."""
+
+    def __init__(self, plain):
+        self.plain = plain
+
+    rms_norm, silu_and_mul = staticmethod(PlainKernels.rms_norm), staticmethod(PlainKernels.silu_and_mul)
+
+    def norm_rotate_both(self, q, k, v, *of_heads, attention, cache):
+        where = attention.place_for(q, cache)
+        q, k, v = self.plain.norm_rotate_both(q, k, v, *of_heads)
+        if where is None:
+            return q, k, v
+        where[0].copy_(q)
+        write_kv(cache.k, cache.v, k.contiguous(), v, where[1])
+        return where[0], cache.k, cache.v
+
+
 class FakeGPU(CUDA):
     """A CPU that the engine drives like a GPU. What only a GPU has is as on any other device."""
 
     capability = (9, 0)
     capture_stream = object()
+    max_num_batched_tokens = 1024  # steps of 8192 take a CPU long
     running = Device.running
+    block_size = 256
+
+    @property
+    def backends(self):
+        if self.config.attn_backend == "varlen":
+            return (VarlenAttention,)
+        return FlashAttention, TritonAttention, TorchAttention
 
     def release(self):
         self.staging = None
@@ -272,7 +350,11 @@ def host_memory(shape, dtype):
 def install(monkeypatch) -> Counter[str]:
     """Install the doubles in place of the originals. Returns the count of calls by path."""
     monkeypatch.setattr("nanoengine.backends.cuda.GraphRecorder", GraphRecorder)
-    monkeypatch.setattr("nanoengine.backends.cuda.fuse", lambda function: function)
+    monkeypatch.setattr("nanoengine.backends.cuda.Recorder", Recorder)
+    few = lambda largest: sorted({min(64, largest), min(300, largest), largest})  # noqa: E731 (a CPU is slow)
+    monkeypatch.setattr("nanoengine.backends.prompt_graphs.token_counts", few)
+    monkeypatch.setattr("nanoengine.backends.triton_layers.TritonKernels", TritonKernels)
+    monkeypatch.setattr("nanoengine.backends.triton_layers.draw_unfiltered", draw_unfiltered)
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
     monkeypatch.setattr("nanoengine.backends.cpu.cpu_device.CPU", FakeGPU)

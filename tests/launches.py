@@ -11,7 +11,7 @@ import torch
 
 from docs.ptx import Cta, GlobalMemory, Kernel
 
-TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+TYPES = {torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 TYPES |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
 # Architecture -> Triton's target, and the shared memory of the smallest GPU of the generation.
 TARGETS: dict[str, tuple[tuple[Any, ...], int]] = {

@@ -6,7 +6,6 @@ Top to bottom: trying out backends, transfers, fusion, decode graphs, and `CUDA`
 import bisect
 import functools
 import gc
-import inspect
 import math
 import sysconfig
 import time
@@ -28,12 +27,12 @@ from nanoengine.backends.device import (
     Device,
     Download,
     Forward,
-    Function,
     Trial,
     host_memory,
 )
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
+from nanoengine.backends.prompt_graphs import PromptGraphs, Recorder
 from nanoengine.backends.quantize import round_weights
 from nanoengine.backends.quantized import Quantized
 from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, send_inputs
@@ -166,38 +165,20 @@ class Staging:
 
 # ---- Fusion --------------------------------------------------------------------------------------
 
-IS_ISOLATED = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # PyTorch 2.13
-
-
-def fuse(function: Function) -> Function:
-    """Return a function that is compiled at its first call: in the trial pass, or before a capture.
-
-    PyTorch silently stops compiling a function after eight compilations. Those of other engines in the
-    process must not count.
-    """
-    isolated: Any = {"isolate_recompiles": True} if IS_ISOLATED else {}
-    if not IS_ISOLATED:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(function, dynamic=True, **isolated)  # type: ignore[return-value]
-
 
 def fusion_obstacle(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for this GPU, such as a missing C compiler, or None if it can."""
+    """Return why Triton cannot compile for this GPU, such as a missing C compiler, or None if it can."""
     try:
-        fuse(torch.square)(torch.zeros(1, device=device))
+        from nanoengine.backends.triton_layers import TritonKernels
+
+        x = torch.ones(1, 16, device=device)
+        out, _ = TritonKernels.rms_norm(x, x[0], 0.0)
+        if not torch.equal(out, x):
+            return "Triton's kernels computed wrong results when tried"
     except Exception as error:  # any failure will do: plain PyTorch computes the same
         header = Path(sysconfig.get_paths()["include"], "Python.h")
         return first_line(error) + ("" if header.is_file() else f"; {header} is missing: install python3-dev")
     return None
-
-
-class FusedKernels:
-    """Fuses each element-wise part of a decoder into one kernel."""
-
-    def __init__(self, plain: Any) -> None:
-        self.rms_norm = fuse(plain.rms_norm)
-        self.norm_rotate_both = fuse(plain.norm_rotate_both)
-        self.silu_and_mul = fuse(plain.silu_and_mul)
 
 
 # ---- Graphs --------------------------------------------------------------------------------------
@@ -357,6 +338,10 @@ class DecodeGraphs(Forward):
         size = self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
         return size, self.widths[size][bisect.bisect_left(self.widths[size], width)]
 
+    def captures(self, inputs: ModelInputs[Any]) -> bool:
+        """See the base class."""
+        return self.shape_for(inputs) is not None
+
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
         """See the base class."""
         shape = self.shape_for(inputs)
@@ -377,9 +362,9 @@ class DecodeGraphs(Forward):
 class CUDA(Device):
     """Describes a GPU: pinned transfers, fused kernels, decode graphs, and the fastest attention kernels."""
 
-    block_size = 256
     max_num_batched_tokens = 8192
     async_scheduling = rounds_weights = True
+    rounds_cache = False  # on an H200, attention over 8 bits took as long as over 16
     living: ClassVar["weakref.WeakSet[CUDA]"] = weakref.WeakSet()  # devices whose engine is not closed
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
@@ -387,7 +372,14 @@ class CUDA(Device):
         self.staging: Staging | None = None
         self.living.add(self)
         self.before = self._memory()  # without this engine
-        self.no_fusion = "enforce_eager" if config.enforce_eager else fusion_obstacle(device)
+        self.no_fusion: str | None = "enforce_eager"  # why no Triton kernel runs
+        if not config.enforce_eager:
+            with self.running():
+                self.no_fusion = fusion_obstacle(device)
+        if self.no_fusion is None:
+            from nanoengine.backends.triton_layers import draw_unfiltered
+
+            self.draw_unfiltered = draw_unfiltered
         self.no_linear = self.no_fusion  # why no weight can stay quantized
 
     @functools.cached_property
@@ -405,12 +397,19 @@ class CUDA(Device):
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
+    def block_size(self) -> int:  # type: ignore[override]
+        """Small blocks, so that short prefixes are cached. Those of flash-attn's kernels have 256 tokens."""
+        return 256 if self.config.attn_backend in ("flash", "varlen") or self.no_fusion else 32
+
+    @property
     def backends(self) -> tuple[type[PagedAttention], ...]:  # type: ignore[override]
         """See the base class."""
         from nanoengine.backends.flash import FlashAttention, VarlenAttention  # loads Triton
         from nanoengine.backends.triton import TritonAttention
 
-        return FlashAttention, VarlenAttention, TritonAttention, TorchAttention
+        if self.config.attn_backend == "varlen":  # only if asked for: it has not run on a GPU yet
+            return (VarlenAttention,)
+        return TritonAttention, FlashAttention, TorchAttention
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float16 instead of bfloat16 on GPUs before Ampere, unless the user chose the dtype.
@@ -427,7 +426,9 @@ class CUDA(Device):
         if self.bits:
             round_weights(model, self.bits, self.pack, self.device)
         if model.replaceable and self.no_fusion is None:
-            model.use_kernels(FusedKernels(model.kernels))
+            from nanoengine.backends.triton_layers import TritonKernels
+
+            model.use_kernels(TritonKernels(model.kernels))
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
         """See the base class. The first weight of each form is tried out."""
@@ -449,10 +450,6 @@ class CUDA(Device):
         self.notes += {f"weights dequantized: {reason}"}.difference(self.notes)
         return None
 
-    def fuse(self, function: Function) -> Function:
-        """See the base class."""
-        return function if self.no_fusion else fuse(function)
-
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
         """See the base class."""
         from nanoengine.backends.flash import FlashKernels  # loads Triton
@@ -470,17 +467,12 @@ class CUDA(Device):
     ) -> str | None:
         """See the base class."""
         from nanoengine.backends.flash import FlashKernels
-        from nanoengine.backends.triton import TritonAttention
 
         if issubclass(backend, FlashKernels) and self.capability < (8, 0):
             return "it needs a GPU of the Ampere generation or later"
         if backend.name == "triton" and self.no_fusion:  # Triton and its compiler, or enforce_eager
             return self.no_fusion
         reason = super().obstacle(backend, specs, settings)
-        is_undivided = backend.name == "varlen" and bool(settings & {"window", "ungrouped"})
-        may_choose = reason is None and self.config.attn_backend == "auto"
-        if may_choose and is_undivided and self.obstacle(TritonAttention, specs, settings) is None:
-            reason = "it does not divide the keys of such layers among processors, which triton does"
         if reason is None and not issubclass(backend, TorchAttention):
             reason = try_out(backend, specs, settings, self.config.block_size or self.block_size, self.device)
         return reason
@@ -511,7 +503,11 @@ class CUDA(Device):
         if decodes.obstacles:
             return Forward(f", no graphs ({decodes.obstacles[0]})")
         try:
-            return DecodeGraphs(decodes, GraphRecorder(self.capture_stream), self.send)
+            forward = DecodeGraphs(decodes, GraphRecorder(self.capture_stream), self.send)
+            if not decodes.model.replaceable:
+                forward.remark += ", prompts without"
+                return forward
+            return PromptGraphs(forward, decodes, Recorder(self.capture_stream), self.send)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # some operation waits for the GPU, which cannot be captured

@@ -6,7 +6,7 @@ has to distinguish processors.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from nanoengine.backends.quantized import Pack
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
 from nanoengine.config import EngineConfig
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 class Attention(NamedTuple):
     """Names the attention backend that the device chose."""
@@ -31,14 +29,18 @@ class Attention(NamedTuple):
     notes: list[str]  # for the user: which faster backends cannot be used, and why
 
 
-Compute = Callable[[ModelInputs[Tensor]], Tensor]  # a batch's hidden states, (T, E)
+Compute = Callable[..., Tensor]  # the hidden states, (T, E), of a batch, computed by the model or another one
 
 
 class Forward:
-    """Runs each batch through the model eagerly. The subclass `cuda.DecodeGraphs` replays CUDA graphs."""
+    """Runs each batch through the model eagerly. Subclasses replay CUDA graphs."""
 
     def __init__(self, remark: str = "") -> None:
         self.remark = remark  # for the user, to be shown after the name of the attention backend
+
+    def captures(self, inputs: ModelInputs[Any]) -> bool:
+        """Return whether a whole step with this batch, or with the padded one, has been captured."""
+        return False
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
         """Return the batch, padded to a captured shape if there is one for it."""
@@ -54,10 +56,12 @@ class Forward:
 
 
 class Decodes(NamedTuple):
-    """Holds what is needed to capture steps that only decode."""
+    """Holds what is needed to capture steps."""
 
     inputs: ModelInputs[np.ndarray]  # one sequence's decode, in the null block
     compute: Compute
+    model: Any
+    max_num_tokens: int  # the largest number of tokens in a step
     largest: int  # the largest number of sequences in a step
     table_width: int  # number of blocks of the longest sequence
     block_size: int  # tokens
@@ -108,6 +112,7 @@ class Device:
     rounds_weights: ClassVar[bool] = False  # for quantization="int8" and "int4"
     rounds_activations: ClassVar[bool] = False
     has_exact_kernels: ClassVar[bool] = False  # for batch_invariant=True
+    rounds_cache: ClassVar[bool] = True  # for kv_cache_dtype="int8"
     # Defaults for settings of the user. A larger step is not faster on a CPU: it overflows the CPU's caches.
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
@@ -117,6 +122,8 @@ class Device:
     pack: Pack | None = None
     # A kernel that replaces `sampling.draw_rows`; None: there is none.
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
+    # A kernel that replaces `sampling.draw_unfiltered`; None: there is none.
+    draw_unfiltered: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         self.bits = {"int4": 4, "int8": 8}.get(config.quantization or "", 0)  # to which it rounds weights
@@ -126,6 +133,8 @@ class Device:
             raise ValueError(f"activations='int8' is supported on a CPU only, not on {device.type}")
         if config.batch_invariant and not self.has_exact_kernels:
             raise ValueError(f"batch_invariant=True is supported on a CPU only, not on {device.type}")
+        if config.kv_cache_dtype == "int8" and not self.rounds_cache:
+            raise ValueError(f"kv_cache_dtype='int8' is supported on a CPU only, not on {device.type}")
         self.device = device
         self.config = config
         self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
@@ -145,10 +154,6 @@ class Device:
 
     def prepare(self, model: Any) -> None:
         """Give a loaded model the kernels and the weight layout that are fastest on this device."""
-
-    def fuse(self, function: Function) -> Function:
-        """Return a mostly element-wise tensor function, compiled to fewer passes over memory if it can."""
-        return function
 
     def running(self) -> AbstractContextManager[object]:
         """Return a context manager for the parts of a step that compute."""
@@ -250,8 +255,4 @@ def _with_int8_cache(backend: type[PagedAttention]) -> type[PagedAttention]:
         from nanoengine.backends.int8_cache import Int8Attention
 
         return Int8Attention
-    if backend.name == "triton":
-        from nanoengine.backends.int8_triton import Int8TritonAttention
-
-        return Int8TritonAttention
     return backend

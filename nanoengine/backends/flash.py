@@ -52,7 +52,7 @@ class FlashKernels(PagedAttention):
 
     def __init__(self, metadata: Metadata, block_size: int, *, use_triton: bool = False) -> None:
         super().__init__(metadata, block_size)
-        self._use_triton = use_triton
+        self._use_triton = self.is_placed = use_triton
         self._parts = split_decodes(metadata)
 
     @classmethod
@@ -66,7 +66,7 @@ class FlashKernels(PagedAttention):
                     "head_dim must be the same for K and V, a multiple of 8 and at most 256, "
                     f"not {k_head_dim} and {v_head_dim}"
                 )
-        if missing := settings - cls.settings - {"ungrouped"}:
+        if missing := settings - cls.settings:
             return f"it does not support {', '.join(sorted(missing))}"
         return None  # whether the kernels exist is found out by trying them
 
@@ -119,7 +119,7 @@ class FlashAttention(FlashKernels):
                 queries, cache.k, cache.v, cache_seqlens=meta.seq_lens, **how
             )
             return out.squeeze(1)
-        if meta.has_cached_tokens:
+        if meta.has_cached_tokens or k is cache.k:
             k, v = cache.k, cache.v
         else:  # k and v can be read without block tables
             how["block_table"] = None
@@ -144,7 +144,7 @@ class VarlenAttention(FlashKernels):
             "window_size": (-1 if settings.window is None else settings.window - 1, 0),
             "enable_gqa": q.shape[1] != k.shape[1],
         }
-        if meta.has_cached_tokens:
+        if meta.has_cached_tokens or k is cache.k:
             k, v = cache.k, cache.v
             how |= {"seqused_k": meta.seq_lens, "block_table": meta.block_tables}
             if meta.max_query_len == 1 and how["enable_gqa"] and settings.window is None:

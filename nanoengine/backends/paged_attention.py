@@ -34,6 +34,7 @@ class Settings(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     alibi_slopes: Tensor | None = None
+    out: Tensor | None = None
 
     def for_heads(self, *shape: int) -> "Settings":
         """Return a copy with the per-head tensors viewed in the given shape."""
@@ -92,6 +93,7 @@ class PagedAttention(ABC):
     settings: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
     block_multiple: ClassVar[int] = 1  # block_size has to be a multiple of this
     capturable: ClassVar[bool] = False  # whether CUDA graphs can capture it: true if it never waits
+    is_placed = False  # whether one kernel may prepare q, k and v, and write k and v to the cache
 
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
         self.metadata = metadata
@@ -114,6 +116,7 @@ class PagedAttention(ABC):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Write k and v into their slots, then attend from each token to its sequence's tokens so far.
 
@@ -121,18 +124,26 @@ class PagedAttention(ABC):
         another sequence fills in the same step.
 
         Shapes:
-            q (T, H, D); k (T, K, D); v (T, K, D'), H a multiple of K.
+            q (T, H, D); k (T, K, D); v (T, K, D'), H a multiple of K. If k and v are the cache's own tensors,
+                they are already written (`place_for`).
             window: how many positions a token sees, including its own; None: all.
             softcap: a tanh bounds the scores to (-softcap, softcap); None: no bound (Gemma 2).
             sinks: (H,), one extra score per head that joins the softmax but has no value (gpt-oss).
             alibi_slopes: (H,) float32; slope * distance is subtracted from each score (Bloom).
+            out: memory that the result may be written to.
 
         Returns:
             (T, H, D'), dtype of q.
         """
-        self._write(k, v, cache)
-        settings = Settings(scale, window, softcap, None if sinks is None else sinks.float(), alibi_slopes)
+        if k is not cache.k:
+            self._write(k, v, cache)
+        sinks = None if sinks is None else sinks.float()
+        settings = Settings(scale, window, softcap, sinks, alibi_slopes, out)
         return self._attend(q.contiguous(), k, v, cache, settings)
+
+    def place_for(self, q: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+        """Return memory for the queries and the slots of K and V, if a kernel may write all three."""
+        return (q.new_empty(q.shape), self.metadata.slot_mapping) if self.is_placed else None
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
         # Unwanted K and V have slots in the null block, which nothing reads.
@@ -162,6 +173,10 @@ class GroupedAttention:
             build(metadata._replace(block_tables=tables, slot_mapping=slots), block_size)
             for tables, slots in zip(metadata.block_tables, metadata.slot_mapping, strict=True)
         ]
+
+    def place_for(self, q: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+        """See `PagedAttention`."""
+        return self.groups[cache.group].place_for(q, cache)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, **settings: Any) -> Tensor:
         """Attend with the attention of the cache's group, which knows that group's block tables."""
@@ -239,7 +254,7 @@ class TorchAttention(PagedAttention):
         k, v = (x.flatten(0, 1)[:num_keys].transpose(0, 1) for x in self._read(cache, table, q.dtype))
         num_kv_heads, group_size = k.shape[0], num_heads // k.shape[0]
         mask = None
-        is_plain = all(x is None for x in settings[1:])
+        is_plain = all(x is None for x in settings[1:5])
         if length < num_keys or not is_plain:
             key = (chunk.start, settings.window)
             if key not in self._masks:

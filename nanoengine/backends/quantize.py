@@ -31,8 +31,9 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
         divisors = torch.tensor([127.0])
     else:
         divisors = torch.tensor([sign * (8 - cut) for sign in (1, -1) for cut in (0.0, 0.5, 1.0, 1.5)])
-    # Work on parts that fit in the processor's caches.
-    parts = torch.split(weight, max(1, (1 << 18) // (weight.shape[1] * len(divisors))))
+    # Work on parts that fit in a CPU's caches. On a GPU they only limit memory.
+    divisors, size = divisors.to(weight.device), 1 << (23 if weight.is_cuda else 18)
+    parts = torch.split(weight, max(1, size // (weight.shape[1] * len(divisors))))
     made = [_nearest(part.float().view(len(part), -1, group), bits, divisors) for part in parts]
     integers, scales = (torch.cat(tensors) for tensors in zip(*made, strict=True))
     return Quantized(integers.flatten(1), scales, None, bits)
@@ -48,21 +49,24 @@ def _nearest(weight: Tensor, bits: int, divisors: Tensor) -> tuple[Tensor, Tenso
     integers = (weight / scales.unsqueeze(3)).round_().clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
     if len(divisors) == 1:
         return integers[0].to(torch.int8), scales[0]
-    error = (integers * scales.unsqueeze(3)).sub_(weight).square_().sum(3)
+    # Summed in float64, in which the order does not matter: the integers must not depend on the processor.
+    error = (integers * scales.unsqueeze(3)).sub_(weight).square_().sum(3, dtype=torch.float64)
     best = error.argmin(0, keepdim=True)  # (1, N, G)
     integers = integers.gather(0, best.unsqueeze(3).expand(-1, *weight.shape))
     return integers[0].to(torch.int8), scales.gather(0, best)[0]
 
 
 def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> None:
-    """Quantize a model's linear layers on the host, and move everything else to the device.
+    """Quantize a model's linear layers on the device, one at a time, and move everything else there.
 
     The integers are those of a CPU. A layer that `pack` refuses keeps its weight.
     """
 
     def replace(layer: nn.Linear, bits: int) -> nn.Module:
-        packed = pack(quantize(layer.weight.cpu(), bits), layer.bias, layer.weight.dtype) if bits else None
-        return packed or layer
+        if not bits:
+            return layer
+        rounded = quantize(layer.weight.to(device), bits)
+        return pack(rounded, layer.bias, layer.weight.dtype) or layer
 
     if not model.replaceable:
         model.use_linear_layers()

@@ -30,6 +30,7 @@ class AttentionMetadata(NamedTuple, Generic[Array]):
     max_seq_len: int
     has_cached_tokens: bool  # False: all K and V that the sequences attend to are in this batch
     num_leading_decodes: int = 0  # how many sequences at the start of the batch have one new token
+    has_decodes: bool = True  # False: all sequences have several new tokens
     # (N,) int64, on the host: the rows whose hidden states are used, ascending; None: all.
     needed_rows: np.ndarray | None = None
 
@@ -80,11 +81,12 @@ def send_inputs(
     """Copy a batch to a device with its `send`. The next call overwrites the memory."""
     meta, states = inputs.metadata, inputs.states
     slots = [] if states is None else [states.decode_rows, states.decode_sources, states.decode_targets]
-    # A CUDA graph reads all but the last three, whose lengths differ: the addresses before them must not.
-    input_ids, positions, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping, *others = send(
+    # CUDA graphs read all but the last three, whose lengths differ: the addresses before them must not. The
+    # addresses of the first three depend on the number of tokens only.
+    input_ids, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, *others = send(
         [
-            *(inputs.input_ids, inputs.positions),
-            *(meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables, meta.slot_mapping),
+            *(inputs.input_ids, inputs.positions, meta.slot_mapping),
+            *(meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables),
             *slots,
             *(inputs.sample_rows, inputs.pending_rows, inputs.pending_samples),
         ]
@@ -96,6 +98,7 @@ def send_inputs(
         max_seq_len=meta.max_seq_len,
         has_cached_tokens=meta.has_cached_tokens,
         num_leading_decodes=meta.num_leading_decodes,
+        has_decodes=meta.has_decodes,
         needed_rows=meta.needed_rows,
     )
     layout = None

@@ -158,9 +158,17 @@ class TritonLinear(nn.Module):
         return (out[0] if num_splits == 1 else out.sum(0).to(x.dtype)).view(*x.shape[:-1], num_outputs)
 
 
-@functools.cache
 def try_out(form: Form, dtype: torch.dtype, device: torch.device) -> None:
-    """Compute a small layer for one token and for many. Raises RuntimeError if the results are wrong."""
+    """Compute a small layer for one token and for many. Raises RuntimeError if the results are wrong.
+
+    The threads that pack weights wait for the first of them, which compiles the kernel.
+    """
+    with TRYING:
+        _try_out(form, dtype, device)
+
+
+@functools.cache
+def _try_out(form: Form, dtype: torch.dtype, device: torch.device) -> None:
     middle = 1 << (form.bits - 1)
     integers = torch.arange(48 * 3 * form.group).view(48, -1) * 7 % (2 * middle) - middle
     scales, zeros = torch.full((48, 3), 0.25), torch.ones(48, 3) if form.has_zeros else None
@@ -168,7 +176,5 @@ def try_out(form: Form, dtype: torch.dtype, device: torch.device) -> None:
     for num_tokens in (1, FEW[1] + 1):
         x = torch.arange(num_tokens * layer.in_features, device=device).sin().view(num_tokens, -1).to(dtype)
         expected = x.float() @ layer.weight.float().T
-        with TRYING:
-            is_right = (layer(x) - expected).abs().max() < 0.02 * expected.abs().max()
-        if not is_right:
+        if not (layer(x) - expected).abs().max() < 0.02 * expected.abs().max():
             raise RuntimeError("it computed wrong results")

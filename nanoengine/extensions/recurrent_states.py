@@ -239,11 +239,11 @@ class StatefulRunner(WindowedRunner):
         rows, sources, targets = np.array(decodes, dtype=np.int64).reshape(-1, 3).T.copy()
         return inputs._replace(states=StateLayout(rows, sources, targets, parts))
 
-    def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:
+    def compute(self, inputs: ModelInputs[Tensor], model: Any = None) -> Tensor:
         """See the base class."""
         assert inputs.states is not None
         with self.model.states.step(inputs.states):
-            return super().compute(inputs)
+            return super().compute(inputs, model)
 
     def close(self) -> None:
         """See the base class."""

@@ -99,19 +99,22 @@ class PlainKernels:
     def norm_rotate_both(
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         q_weight: Tensor | None,
         k_weight: Tensor | None,
         eps: float,
         cos: Tensor,
         sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Normalize the heads of q and k (T, .., D) if weights are given, and rotate them.
+        **where: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalize the heads of q and k (T, .., D) if weights are given, rotate them, and return q, k, v.
 
-        cos and sin are (T, 1, D).
+        cos and sin are (T, 1, D). A kernel that can write K and V to the cache finds the step's `attention`
+        and the layer's `cache` in `where`. It then returns the cache's K and V.
         """
         if q_weight is not None and k_weight is not None:
             q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     @staticmethod
     def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -162,7 +165,8 @@ class Attention(nn.Module):
         )
         weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         eps = 0.0 if self.q_norm is None else self.q_norm.eps
-        q, k = self.kernels.norm_rotate_both(q, k, *weights, eps, cos, sin)
+        of_heads = q, k, v, *weights, eps, cos, sin
+        q, k, v = self.kernels.norm_rotate_both(*of_heads, attention=attention, cache=cache)
         out = attention(q, k, v, cache, scale=self.head_dim**-0.5, window=self.window)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
@@ -243,13 +247,9 @@ class Decoder(nn.Module):
 
     @property
     def attention_settings(self) -> frozenset[str]:
-        """The settings, other than a scale, that the layers pass to attention.
-
-        They include "ungrouped" if each query head has a KV head of its own.
-        """
+        """The settings, other than a scale, that the layers pass to attention."""
         has_windows = any(window is not None for window in self.config.windows)
-        is_ungrouped = self.config.num_heads == self.config.num_kv_heads
-        return frozenset(["window"] * has_windows + ["ungrouped"] * is_ungrouped)
+        return frozenset(["window"] if has_windows else [])
 
     def use_kernels(self, kernels: Any) -> None:
         """Use these kernels for the element-wise operations. They match `PlainKernels` up to rounding."""

@@ -273,8 +273,7 @@ class HFModel(nn.Module):
 
         def record(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
             self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype, settings.get("window")))
-            settings |= {"scale": None, "ungrouped": q.shape[1] == k.shape[1] or None}
-            self.attention_settings |= {name for name, x in settings.items() if x is not None}
+            self.attention_settings |= {n for n, x in settings.items() if n != "scale" and x is not None}
             return stand_in(q, k, v)
 
         def stand_in(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:

@@ -110,7 +110,7 @@ def _load_decoder(
     if tied and (adapter is None or not adapter.unties(tied)):
         model.lm_head.weight = model.embed_tokens.weight
     if files is None:
-        _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0))
+        _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0), device)
     else:
         _fill(model, files, shard, shapes)
         if quantized:
@@ -125,13 +125,15 @@ def _load_decoder(
     return model
 
 
-def _fill_at_random(model: Decoder, seed: int) -> None:
-    generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
+def _fill_at_random(model: Decoder, seed: int, device: torch.device) -> None:
+    """Draw weights on the device, also those of a model that is rounded before it gets there."""
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
         else:
-            parameter.normal_(0.0, 0.02, generator=generator)
+            drawn = parameter if parameter.device == device else torch.empty_like(parameter, device=device)
+            parameter.copy_(drawn.normal_(0.0, 0.02, generator=generator))
 
 
 def _fill(model: Decoder, files: Reader, shard: Any, shapes: dict[str, tuple[int, ...]]) -> None:

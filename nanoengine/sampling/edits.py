@@ -1,11 +1,11 @@
-"""Edits logits before sampling: biases, penalties, banned tokens, and the filters min_p, top_k and top_p.
+"""Edits logits before sampling: biases, penalties and banned tokens.
 
 Shape letters: R rows, P rows with penalties, V vocabulary.
 """
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.device import upload
-from nanoengine.backends.step_inputs import SamplingMetadata
 
 # ---- Penalties -----------------------------------------------------------------------------------
 
@@ -239,60 +238,3 @@ def _index(entries: Sequence[IdsOfRow], device: torch.device) -> tuple[Tensor, T
         return None
     rows = np.repeat([row for row, _ in entries], [len(ids) for _, ids in entries])
     return upload(rows, device), upload(np.concatenate([ids for _, ids in entries]), device)
-
-
-# ---- Filters --------------------------------------------------------------------------------------
-
-MAX_SELECTED = 1024  # largest top_k for which a selection is cheaper than a sort
-
-
-def filter_logits(scaled: Tensor, metadata: SamplingMetadata, rank: Callable[[Tensor], Tensor]) -> None:
-    """Set the logits that min_p, top_k and top_p exclude to -inf, in place. The most probable token stays.
-
-    Each row's largest logit must be 0. Equal logits rank by index, as in a stable sort, so that the other
-    rows of the batch cannot change which of them stay. `rank` is sampler.py's `sort_keys` or an equivalent.
-    """
-    temperature, top_k, top_p, min_p, _ = metadata
-
-    def of(numbers: NDArray[Any], rows: NDArray[np.intp]) -> Tensor:
-        return upload(numbers[rows], scaled.device).unsqueeze(1)
-
-    is_sampled = temperature > 0
-    (unlikely,) = np.nonzero(is_sampled & (min_p > 0))
-    if len(unlikely):
-        at = upload(unlikely, scaled.device)
-        kept = scaled[at]
-        scaled[at] = kept.masked_fill(kept.exp() < of(min_p, unlikely), -math.inf)
-    (with_k,) = np.nonzero(is_sampled & (top_k > 0))
-    (without_k,) = np.nonzero(is_sampled & (top_k == 0) & (top_p < 1))
-    for rows in (with_k, without_k):
-        if not len(rows):
-            continue
-        at = upload(rows, scaled.device)
-        logits = scaled[at]
-        num = int(top_k[rows].max())
-        if 0 < num <= MAX_SELECTED:  # no need to sort the whole vocabulary
-            order = _select_top(logits, num, rank)
-            values = logits.gather(1, order)
-        else:
-            values, order = logits.sort(dim=-1, descending=True, stable=True)
-        if rows is with_k:
-            ranks = torch.arange(values.shape[1], device=values.device)
-            values.masked_fill_(ranks >= of(top_k, rows), -math.inf)
-        del logits  # edited in place and freed early: memory use peaks here
-        probs = values.softmax(-1)
-        beyond = probs.cumsum(-1).sub_(probs) >= of(top_p, rows)
-        del probs
-        beyond[:, :1].fill_(False)  # the most probable stays, even if top_p is 0 in float32
-        values.masked_fill_(beyond, -math.inf)
-        scaled[at] = scaled.new_full((len(rows), scaled.shape[1]), -math.inf).scatter_(1, order, values)
-
-
-def _select_top(logits: Tensor, num: int, rank: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the indices of each row's num largest logits, in stable descending order: (R, num) int64.
-
-    The input is (R, V) float32. `topk` may choose among equal values arbitrarily, so it gets distinct
-    integer keys instead.
-    """
-    top = rank(logits).topk(min(num, logits.shape[1])).values
-    return 0x7FFFFFFF - (top & 0xFFFFFFFF)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoengine.backends.device import upload
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
+from nanoengine.sampling.filters import MAX_SELECTED, filter_logits, in_chunks, keep_top, select_top
 from nanoengine.sampling.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 
@@ -145,8 +146,7 @@ class CachedRows:
             yield self._rows[first : first + MAX_ROWS], settings
 
 
-Scale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Rank = Callable[[Tensor], Tensor]  # `sort_keys`, or a fused version of it
+DrawUnfiltered = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
 
 CACHED_LOGITS = 1 << 20  # number of float32 logits that fit in a CPU's caches
@@ -164,34 +164,37 @@ def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - largest).div_(divisors), largest  # in place: allocating costs more than the arithmetic
 
 
-def sort_keys(logits: Tensor) -> Tensor:
-    """Return distinct integers that sort like a row's logits, (R, V) int64. Ties go to the lower index.
+def draw_unfiltered(logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
+    """Sample by inverse CDF in two levels: first a chunk of the vocabulary, then a token within it.
 
-    The upper 32 bits are those of the float32, mapped so that they sort as integers. The lower 32 bits
-    contain the index, inverted so that a lower index gives a larger key.
+    A cumulative sum over the whole vocabulary would cost five times as much, and `torch.multinomial`
+    thirty times. A token of weight 0 is never sampled. Shapes: logits (R, V); each row's largest logit and
+    temperature, (R, 1) float32; u (R,) float64. Returns (R,) int64.
     """
-    bits = (logits + 0.0).view(torch.int32)  # turns -0.0 into 0.0, because the bits of -0.0 sort lower
-    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    keys.bitwise_left_shift_(32)  # in place: this is the largest tensor of a step
-    return keys.add_(0x7FFFFFFF - torch.arange(logits.shape[1], device=logits.device))
+    chunks, size = in_chunks(logits)
+    weights = (chunks.flatten(1).float() - largest).div_(divisors).exp_().view(chunks.shape)
+    sums = weights.sum(-1).double().cumsum(-1)
+    chunk, rest = _pick(sums, u * sums[:, -1])
+    chosen = weights.gather(1, chunk.view(-1, 1, 1).expand(-1, 1, size)).squeeze(1)
+    within, _ = _pick(chosen.double().cumsum(-1), rest)
+    return chunk * size + within
 
 
 def draw_rows(
-    logits: Tensor, metadata: SamplingMetadata, scale: Scale = scale_logits, rank: Rank = sort_keys
+    logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawUnfiltered = draw_unfiltered
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row in PyTorch. Return tokens, (R,) int64, and each row's largest logit, (R,).
 
     The largest logit is NaN if any logit of the row is NaN. The order is temperature, then min_p, top_k and
-    top_p, then one sample. The host does not wait for a GPU.
+    top_p, then one sample. The host does not wait for a GPU. `unfiltered` is `draw_unfiltered` or an
+    equivalent kernel.
     """
     if not metadata.temperature.any():
         tokens = logits.argmax(-1)
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     # On a CPU, process a few rows at a time, so that they stay in cache from one operation to the next.
-    size = max(1, CACHED_LOGITS // logits.shape[1])
-    if logits.is_cuda:
-        size = FILTERED_ROWS if _filters(metadata) else len(logits)
-    parts = [_draw_part(part, of_part, scale, rank) for part, of_part in _split(logits, metadata, size)]
+    size = len(logits) if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
+    parts = [_draw_part(part, of_part, unfiltered) for part, of_part in _split(logits, metadata, size)]
     tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return tokens, largest
 
@@ -243,16 +246,60 @@ def read_tokens(tokens: Tensor) -> list[int | None]:
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
-def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale, rank: Rank) -> tuple[Tensor, Tensor]:
-    device = logits.device
-    is_greedy = metadata.temperature == 0
-    divisors, u = upload(np.stack((np.where(is_greedy, 1.0, metadata.temperature), metadata.u)), device)
-    scaled, largest = scale(logits, divisors.float().unsqueeze(1))
-    _filter(scaled, metadata, rank)
-    tokens = _pick(scaled.exp_(), u)
+def _draw_part(
+    logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawUnfiltered
+) -> tuple[Tensor, Tensor]:
+    device, temperature = logits.device, metadata.temperature
+    is_greedy = temperature == 0
+    numbers = upload(np.stack((np.where(is_greedy, 1.0, temperature), metadata.u)), device)
+    given = logits, logits.amax(-1, keepdim=True).float(), numbers[0].float().unsqueeze(1), numbers[1]
+    # Rows with a top_k need only their largest logits, and rows without filters only sums of weights.
+    with_k = ~is_greedy & (metadata.top_k > 0) & (metadata.top_k <= MAX_SELECTED)
+    filtered = ~is_greedy & ~with_k & _filters(metadata)
+    tokens: Tensor | None = None
+    kinds: list[tuple[NDArray[np.bool_], Callable[..., Tensor]]] = [
+        (with_k, _draw_selected),
+        (filtered, _draw_filtered),
+        (~with_k & ~filtered, lambda *given: unfiltered(*given[:4])),
+    ]
+    for rows, draw in kinds:
+        if rows.all():
+            tokens = draw(*given, metadata)
+        elif rows.any():
+            at = upload(np.flatnonzero(rows), device)
+            those = tuple(x[at] for x in given)
+            drawn = draw(*those, SamplingMetadata._make(x[rows] for x in metadata))
+            tokens = drawn.new_empty(len(logits)) if tokens is None else tokens
+            tokens[at] = drawn
+    assert tokens is not None
     if is_greedy.any():
         tokens = torch.where(upload(is_greedy, device), logits.argmax(-1), tokens)
-    return tokens, largest.squeeze(1)
+    return tokens, given[1].squeeze(1)
+
+
+def _draw_filtered(
+    logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor, metadata: SamplingMetadata
+) -> Tensor:
+    """Sample from rows whose filters need the whole vocabulary."""
+    tokens = torch.empty_like(u, dtype=torch.int64)
+    for i, (part, of_part) in enumerate(_split(logits, metadata, FILTERED_ROWS)):
+        rows = slice(i * FILTERED_ROWS, i * FILTERED_ROWS + len(part))
+        scaled, _ = scale_logits(part, divisors[rows])
+        _filter(scaled, of_part)
+        ones = torch.ones_like(divisors[rows])
+        tokens[rows] = draw_unfiltered(scaled, torch.zeros_like(ones), ones, u[rows])
+    return tokens
+
+
+def _draw_selected(
+    logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor, metadata: SamplingMetadata
+) -> Tensor:
+    """Sample from rows with a top_k, among as many columns as the largest of them."""
+    order = select_top(logits, int(metadata.top_k.max()))
+    values = keep_top((logits.gather(1, order).float() - largest).div_(divisors), metadata)
+    order, ranks = order.sort(-1)  # by index, as the other rows are sampled
+    index, _ = _pick((sums := values.gather(1, ranks).exp_().double().cumsum(-1)), u * sums[:, -1])
+    return order.gather(1, index.unsqueeze(1)).squeeze(1)
 
 
 def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -> Tensor:
@@ -313,43 +360,21 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     return np.asarray(z * 2.0**-53)
 
 
-def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) -> None:
+def _filter(scaled: Tensor, metadata: SamplingMetadata) -> None:
     """Set the logits that min_p, top_k and top_p exclude to -inf, in place."""
-    if _filters(metadata):
-        from nanoengine.sampling.edits import filter_logits
-
-        filter_logits(scaled, metadata, rank)
+    if _filters(metadata).any():
+        filter_logits(scaled, metadata)
 
 
-def _filters(metadata: SamplingMetadata) -> bool:
-    return bool(((metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)).any())
+def _filters(metadata: SamplingMetadata) -> NDArray[np.bool_]:
+    return (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
 
 
-def _pick(weights: Tensor, u: Tensor) -> Tensor:
-    """Sample by inverse CDF in two levels: first a chunk of the vocabulary, then a token within it.
-
-    A cumulative sum over the whole vocabulary would cost five times as much, and `torch.multinomial`
-    thirty times. A token of weight 0 is never sampled. `weights` (R, V) float32, `u` (R,) float64.
-    """
-    num_rows, vocab_size = weights.shape
-    # Most vocabulary sizes are divisible by 64. Others are padded, which takes a copy.
-    divisor = math.gcd(vocab_size, 512)
-    chunk_size = divisor if divisor >= 64 else max(1, math.isqrt(vocab_size))
-    if missing := -vocab_size % chunk_size:
-        weights = torch.nn.functional.pad(weights, (0, missing))
-    chunks = weights.view(num_rows, -1, chunk_size)
-    each_row = torch.arange(num_rows, device=weights.device)
-
-    def pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first index whose running sum exceeds `target`, and the rest of `target`."""
-        # Rounding may make the target equal to the total. Clamp it to stay within the last nonzero weight.
-        below_total = torch.nextafter(sums[:, -1], torch.zeros_like(sums[:, -1]))
-        target = torch.minimum(target, below_total)
-        index = (sums <= target.unsqueeze(1)).sum(-1)
-        before = sums[each_row, index - 1].masked_fill(index == 0, 0.0)
-        return index, target - before
-
-    chunk_sums = chunks.sum(-1).double().cumsum(-1)
-    chunk, rest = pick(chunk_sums, u * chunk_sums[:, -1])
-    within, _ = pick(chunks[each_row, chunk].double().cumsum(-1), rest)
-    return chunk * chunk_size + within
+def _pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first index whose running sum, (R, N), exceeds `target`, (R,), and the rest of `target`."""
+    # Rounding may make the target equal to the total. Clamp it to stay within the last nonzero weight.
+    below_total = torch.nextafter(sums[:, -1], torch.zeros_like(sums[:, -1]))
+    target = torch.minimum(target, below_total)
+    index = (sums <= target.unsqueeze(1)).sum(-1)
+    before = sums.gather(1, (index - 1).clamp_(min=0).unsqueeze(1)).squeeze(1).masked_fill(index == 0, 0.0)
+    return index, target - before

@@ -1,7 +1,6 @@
 """The CUDA path on a CPU: a GPU's functions are doubles that check their arguments, the rest is real."""
 
 import contextlib
-import functools
 import importlib.util
 import re
 import sys
@@ -21,20 +20,17 @@ from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cuda import (
     CUDA,
     DecodeGraphs,
-    FusedKernels,
     GraphRecorder,
     PinnedDownload,
     Staging,
-    fuse,
     graph_sizes,
+    try_out,
 )
 from nanoengine.backends.device import Decodes, Trial
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.engine import ModelRunner, build_inputs
-from nanoengine.models.decoder import PlainKernels
-from nanoengine.sampling.sampler import SamplingRow, draw_rows, draw_tokens, scale_logits, sort_keys
 from tests.attention import (
     ALL_DECODES,
     ALL_FRESH,
@@ -45,7 +41,7 @@ from tests.attention import (
     check_attention,
     metadata_of,
 )
-from tests.doubles import FakeGPU
+from tests.doubles import FakeGPU, TritonKernels
 from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
 
 BATCHES, SHAPES = (MIXED, ALL_FRESH, ALL_DECODES), ((4, 4, 8), (6, 2, 80), (8, 1, 256), (3, 3, 24))
@@ -98,7 +94,8 @@ def decodes(num_seqs, num_blocks=1):
 def decode_graphs(largest):
     """Return graphs that capture nothing."""
     recorder = types.SimpleNamespace(record=lambda run: None)
-    steps = Decodes(decodes(1), lambda inputs: torch.zeros(len(inputs.input_ids), 1), largest, 160, 256, [])
+    compute = lambda inputs: torch.zeros(len(inputs.input_ids), 1)  # noqa: E731
+    steps = Decodes(decodes(1), compute, None, largest, largest, 160, 256, [])
     return DecodeGraphs(steps, recorder, lambda arrays: [torch.from_numpy(array) for array in arrays])
 
 
@@ -133,7 +130,14 @@ def test_varlen_attn_writes_all_rows_even_if_keys_are_split(flash_doubles, kv_he
 SPEC = KVSpec(2, 64, 64, torch.bfloat16)
 IN_FLOAT32, UNEQUAL = SPEC._replace(dtype=torch.float32), SPEC._replace(v_head_dim=32)
 ODD, WIDE = (SPEC._replace(k_head_dim=dim, v_head_dim=dim) for dim in (20, 264))
-NO_FLASH, NO_TRITON = "not flash: it failed when tried: .*flash_attn", "not triton: it failed when tried"
+NO_FLASH, NO_TRITON = "not flash: it failed when tried: .*flash_attn", "not triton: RuntimeError: no Triton"
+NOTHING = "nothing fused: RuntimeError: no Triton"
+
+
+class InOrder(FakeGPU):
+    """Chooses as on a GPU. In other tests flash-attn comes first, since a CPU can run its double only."""
+
+    backends, block_size = CUDA.backends, CUDA.block_size
 
 
 def lacks(*which, monkeypatch):
@@ -145,13 +149,8 @@ def lacks(*which, monkeypatch):
             monkeypatch.setitem(sys.modules, "flash_attn", None)
         elif missing == "flash_attn's functions":  # flash-attn 4 has modules below `flash_attn` only
             monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-        elif missing == "varlen_attn":
-            monkeypatch.delattr("torch.nn.attention.varlen.varlen_attn")
-        elif missing == "block_table":
-            older = lambda q, k, v, *_, scale, window_size, enable_gqa: torch.ones_like(v)  # noqa: E731
-            monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
         else:
-            monkeypatch.setattr("nanoengine.backends.cuda.fuse", raising(NO_COMPILER))
+            monkeypatch.setattr(TritonKernels, "rms_norm", raising(NO_COMPILER))
 
 
 def raising(error):
@@ -167,22 +166,18 @@ NO_COMPILER = RuntimeError("no Triton\nPlease install it.")
 @pytest.mark.parametrize(
     ("missing", "spec", "settings", "chosen", "reasons"),
     [
-        ([], SPEC, {"window", "softcap", "alibi_slopes"}, "flash", []),
-        (["flash_attn"], SPEC, {}, "varlen", [NO_FLASH]),
-        (["flash_attn's functions"], SPEC, {"window"}, "varlen", [NO_FLASH]),
-        (["flash_attn", "varlen_attn"], SPEC, {}, "torch", [NO_FLASH, "cannot import name 'v", NO_TRITON]),
-        (["flash_attn", "block_table"], SPEC, {}, "torch", [NO_FLASH, "argument .seqused_k", NO_TRITON]),
-        (["flash_attn"], SPEC, {"softcap"}, "torch", [NO_FLASH, "not support softcap", NO_TRITON]),
-        (["flash_attn"], SPEC, {"alibi_slopes"}, "torch", [NO_FLASH, "support alibi_slopes", NO_TRITON]),
-        ([], SPEC, {"sinks"}, "torch", ["flash: it does not support sinks", "support sinks", NO_TRITON]),
-        (["ampere"], SPEC, {}, "torch", ["flash: it needs a GPU of the Ampere", "Ampere", NO_TRITON]),
-        ([], IN_FLOAT32, {}, "torch", ["or bfloat16, not in float32", "not in float32", NO_TRITON]),
-        ([], UNEQUAL, {}, "torch", ["head_dim must be .* 64 and 32", "64 and 32", NO_TRITON]),
-        ([], ODD, {}, "torch", ["a multiple of 8 .* 20 and 20", "20 and 20", NO_TRITON]),
-        ([], WIDE, {}, "torch", ["at most 256, not 264 and 264", "264 and 264", NO_TRITON]),
-        (["triton"], SPEC, {}, "flash", ["nothing fused: RuntimeError: no Triton"]),
-        (["triton", "flash_attn"], SPEC, {}, "varlen", [NO_FLASH, "nothing fused"]),
-        (["triton", "ampere"], SPEC, {}, "torch", ["flash", "varlen", "triton: .* no Tri", "nothing fused"]),
+        ([], SPEC, {"window", "softcap", "sinks", "alibi_slopes"}, "triton", []),
+        ([], IN_FLOAT32, {}, "triton", []),
+        (["ampere"], SPEC, {}, "triton", []),
+        (["triton"], SPEC, {"window", "softcap", "alibi_slopes"}, "flash", [NO_TRITON, NOTHING]),
+        (["triton", "flash_attn"], SPEC, {}, "torch", [NO_TRITON, NO_FLASH, NOTHING]),
+        (["triton", "flash_attn's functions"], SPEC, {}, "torch", [NO_TRITON, NO_FLASH, NOTHING]),
+        (["triton"], SPEC, {"sinks"}, "torch", [NO_TRITON, "flash: it does not support sinks", NOTHING]),
+        (["triton", "ampere"], SPEC, {}, "torch", [NO_TRITON, "flash: .* of the Ampere", NOTHING]),
+        (["triton"], IN_FLOAT32, {}, "torch", [NO_TRITON, "or bfloat16, not in float32", NOTHING]),
+        (["triton"], UNEQUAL, {}, "torch", [NO_TRITON, "head_dim must be .* 64 and 32", NOTHING]),
+        (["triton"], ODD, {}, "torch", [NO_TRITON, "a multiple of 8 .* 20 and 20", NOTHING]),
+        (["triton"], WIDE, {}, "torch", [NO_TRITON, "at most 256, not 264 and 264", NOTHING]),
     ],
 )
 def test_the_next_backend_says_what_faster_ones_lack(
@@ -190,7 +185,10 @@ def test_the_next_backend_says_what_faster_ones_lack(
 ):
     """This is the guide's table."""
     lacks(*missing, monkeypatch=monkeypatch)
-    device = FakeGPU(torch.device("cpu"), EngineConfig(model="."))
+    tried = lambda backend, *args: None if backend.name == "triton" else try_out(backend, *args)  # noqa: E731
+    monkeypatch.setattr("nanoengine.backends.cuda.try_out", tried)
+    device = InOrder(torch.device("cpu"), EngineConfig(model="."))
+    assert device.block_size == (256 if "triton" in missing else 32)  # flash-attn takes no other
     attention = device.choose_attention([SPEC, spec], frozenset(settings))
     assert attention.backend.name == chosen
     for note, reason in zip(attention.notes, reasons, strict=True):
@@ -198,16 +196,12 @@ def test_the_next_backend_says_what_faster_ones_lack(
         assert "\n" not in note
 
 
-@pytest.mark.parametrize("setting", ["window", "ungrouped"])
-@pytest.mark.parametrize(("asked", "chosen"), [("auto", "triton"), ("varlen", "varlen")])
-def test_triton_precedes_varlen_where_varlen_would_not_split_keys(
-    setting, asked, chosen, flash_doubles, monkeypatch
-):
-    tried = {"flash": "missing"}
-    monkeypatch.setattr("nanoengine.backends.cuda.try_out", lambda backend, *_: tried.get(backend.name))
-    device = FakeGPU(torch.device("cpu"), EngineConfig(model=".", attn_backend=asked))
-    assert device.choose_attention([SPEC], frozenset([setting])).backend.name == chosen
-    assert asked != "auto" or device.choose_attention([SPEC], frozenset()).backend.name == "varlen"
+@pytest.mark.parametrize(("asked", "block_size"), [("flash", 256), ("varlen", 256), ("torch", 32)])
+def test_a_backend_that_is_asked_for_is_used_with_blocks_that_it_takes(asked, block_size, flash_doubles):
+    """`varlen` is never chosen: it has not run on a GPU yet."""
+    device = InOrder(torch.device("cpu"), EngineConfig(model=".", attn_backend=asked))
+    assert device.block_size == block_size
+    assert device.choose_attention([SPEC], frozenset()).backend.name == asked
 
 
 @pytest.mark.parametrize(
@@ -273,7 +267,7 @@ def first_line(qwen3, tmp_path_factory, caplog):
 def test_without_a_compiler_plain_pytorch_runs_and_the_line_says_why(in_float32, first_line, monkeypatch):
     assert re.search("flash attention, .* graphs ", first_line())
     assert in_float32["write_kv"] > 0
-    monkeypatch.setattr("nanoengine.backends.cuda.fuse", lambda function: raising(NO_COMPILER))
+    monkeypatch.setattr(TritonKernels, "rms_norm", raising(NO_COMPILER))
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/no"})
     in_float32.clear()
     reason = "nothing fused: RuntimeError: no Triton; /no/Python.h is missing"
@@ -319,13 +313,13 @@ def test_a_step_that_also_fails_without_a_capture_is_an_error_at_startup(flash_d
     device.reserve(8, 8, 1, 1)
     compute = raising(RuntimeError("CUDA error: no kernel image"))
     with pytest.raises(RuntimeError, match="no kernel image"):
-        device.capture(Decodes(build_inputs(batch_of((seq, 0, 1)), 256), compute, 8, 1, 256, []))
+        device.capture(Decodes(build_inputs(batch_of((seq, 0, 1)), 256), compute, None, 8, 8, 1, 256, []))
 
 
 def test_a_backend_that_computes_wrong_numbers_is_skipped(in_float32, first_line, monkeypatch):
     attend = FlashAttention._attend_to
     monkeypatch.setattr(FlashAttention, "_attend_to", lambda *args: attend(*args) * 1.1)
-    assert "varlen attention (not flash: it computed wrong results when tried)" in first_line()
+    assert "torch attention (not flash: it computed wrong results when tried" in first_line()
 
 
 def test_a_model_that_waits_for_the_gpu_is_eager_and_the_log_says_so(in_float32, tmp_path_factory, caplog):
@@ -457,6 +451,7 @@ def test_greedy_tokens_equal_transformers_in_any_batches(
     assert in_float32["varlen contiguous"] > 0
     assert backend == "varlen" or in_float32["with_kvcache"] > 0
     assert (in_float32["replay"] > 0) == (not enforce_eager)
+    assert (in_float32["piece"] > 0) == (not enforce_eager and model != "gemma3")
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen2 sliding from layer 1"])
@@ -464,7 +459,7 @@ def test_no_graph_is_larger_than_a_step_may_be(model, in_float32, tmp_path_facto
     """Memory for a step's integers is reserved for as many tokens as a step may have."""
     path, _ = checkpoint(model, tmp_path_factory)
     with LLM(path, num_kv_blocks=40, max_num_seqs=200, max_num_batched_tokens=20) as llm:
-        assert llm.llm_engine.runner.forward.sizes == [1, 2, 4, 8, 16, 20]
+        assert llm.llm_engine.runner.forward.decodes.sizes == [1, 2, 4, 8, 16, 20]
         outputs = llm.generate(random_prompts([3] * 30), ANSWER, use_tqdm=False)
     assert all(len(out.outputs[0].token_ids) == 4 for out in outputs)
 
@@ -498,10 +493,9 @@ def test_the_cache_gets_the_memory_that_weights_and_batches_leave(in_float32, tr
         usable = int((1 << 30) * 0.0773) - ((70 << 20) - trial_cache)
         metrics = llm.metrics()
     assert metrics["num_blocks"] == usable // block_bytes - 1
-    prompts, samples, one_prompt, one_sample = tried_out
+    prompts, samples = tried_out
     assert [chunk.end for chunk in prompts.chunks] == [511, 511, 78]  # a budget of 1100, used up
     assert len(samples.sampled_seqs) == samples.num_tokens == 20
-    assert (one_prompt.num_tokens, one_sample.num_tokens) == (511, 1)
     assert all(seconds == 0 for name, seconds in metrics.items() if "seconds" in name)  # was no step
     num_rows, params = drawn[1]  # with the settings that need most memory
     assert num_rows == 20
@@ -509,8 +503,9 @@ def test_the_cache_gets_the_memory_that_weights_and_batches_leave(in_float32, tr
     assert params.top_k <= 0 < params.top_p < 1  # the whole vocabulary is sorted
     assert params.edits_logits
     assert params.logprobs is not None
-    # The longest prompts, and one of them, through two layers; and what the backend was tried out with.
-    assert in_float32["varlen contiguous"] == 4 + 1
+    # What the backend was tried out with, and the longest prompts, whose K and V are written first.
+    assert in_float32["varlen contiguous"] == 1
+    assert in_float32["varlen paged"] >= 2
     assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
 
 
@@ -591,24 +586,6 @@ def test_a_scheduler_could_make_the_trial_batches(max_num_seqs, budget, in_float
         assert all(1 <= chunk.end <= 511 for chunk in batch.chunks)
     assert prompts.num_tokens == min(budget, 511 * max_num_seqs)
     assert len(samples.chunks) == min(max_num_seqs, budget)
-
-
-@pytest.mark.parametrize("size", [{}, {"num_kv_blocks": 9}, {"kv_cache_bytes": 1 << 20}])
-def test_the_trial_pass_compiles_the_sampler_for_one_and_many_rows(size, flash_doubles, qwen3, monkeypatch):
-    """PyTorch compiles for a size of one apart; logits that are edited are float32."""
-    compiled = set()
-
-    def compile_noted(function):
-        def call(*args):
-            if function is scale_logits:
-                compiled.add((args[0].dtype, len(args[0]) > 1))
-            return function(*args)
-
-        return call
-
-    monkeypatch.setattr("nanoengine.backends.cuda.fuse", compile_noted)
-    with LLM(qwen3, dtype="bfloat16", max_model_len=20, max_num_batched_tokens=64, max_num_seqs=3, **size):
-        assert compiled == {(dtype, more) for dtype in (torch.bfloat16, torch.float32) for more in (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -709,61 +686,6 @@ def test_without_triton_the_flash_backends_write_with_pytorch(monkeypatch):
     assert torch.equal(cache.v.view(12, 2, 8)[slots], v)
 
 
-# ---- Compiled functions --------------------------------------------------------------------------
-
-# aot_eager traces as inductor does, and compiles nothing.
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
-COMPILERS = pytest.mark.parametrize("compiler", ["aot_eager", INDUCTOR])
-
-
-@COMPILERS
-def test_a_layer_calls_four_compiled_functions_that_compute_the_same(compiler, monkeypatch, tmp_path_factory):
-    calls = []
-
-    def fuse_noted(function):
-        compiled = fuse(function)
-
-        def call(*args):
-            calls.append(function.__name__)
-            return compiled(*args)
-
-        return call
-
-    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend=compiler))
-    monkeypatch.setattr("nanoengine.backends.cuda.fuse", fuse_noted)
-    path, reference = checkpoint("qwen3", tmp_path_factory)
-    prompts = random_prompts([1, 20])
-    with LLM(path, num_kv_blocks=20, enforce_eager=True) as llm:
-        llm.llm_engine.runner.model.use_kernels(FusedKernels(PlainKernels))
-        outputs = llm.generate(prompts, ANSWER, use_tqdm=False)
-    assert [out.outputs[0].token_ids for out in outputs] == [greedy(reference, p, 4) for p in prompts]
-    step = ["rms_norm", "norm_rotate_both", "rms_norm", "silu_and_mul"] * 2 + ["rms_norm"]
-    assert calls == step * 4
-
-
-def test_no_engine_loses_its_fusion_to_earlier_engines_in_the_process():
-    """PyTorch gives up on a function that was compiled eight times, and calls it as it is, without a word."""
-    calls: list = []
-
-    def count(graph, _):
-        def run(*args):
-            calls.append(graph)
-            return graph.forward(*args)
-
-        return run
-
-    compile = torch.compile
-    for size in range(8, 88, 8):  # of models of as many shapes
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torch.compile", functools.partial(compile, backend=count))
-            norm = FusedKernels(PlainKernels).rms_norm
-        before = len(calls)
-        weight = torch.nn.Parameter(torch.ones(size), requires_grad=False)  # compiled for its size alone
-        norm(torch.ones(5, size), weight, 1e-6)
-        norm(torch.ones(3, size), weight, 1e-6, torch.ones(3, size))
-        assert len(calls) == before + 2, size
-
-
 def test_what_cublas_holds_is_freed_with_the_last_engine(flash_doubles, monkeypatch):
     freed: list = []
     monkeypatch.setattr("torch._C._cuda_clearCublasWorkspaces", lambda: freed.append(1), raising=False)
@@ -774,19 +696,3 @@ def test_what_cublas_holds_is_freed_with_the_last_engine(flash_doubles, monkeypa
     assert not freed
     first.release()
     assert freed
-
-
-@COMPILERS
-def test_the_compiled_sampler_samples_the_same_tokens_as_the_plain_one(compiler):
-    generator = torch.Generator().manual_seed(0)
-    compiled, keys = (torch.compile(one, dynamic=True, backend=compiler) for one in (scale_logits, sort_keys))
-    fields = [*({"temperature": t} for t in (1, 0, 1e-30)), {"top_k": 3}, {"top_p": 0.5, "temperature": 2.0}]
-    for num_rows in (1, 7, 20):
-        logits = (torch.randn(num_rows, 640, generator=generator) * 3).bfloat16()
-        if num_rows == 20:
-            logits[4, 9] = float("nan")
-        rows = [SamplingRow(SamplingParams(**fields[i % 5]), 100 + i, 2, [1, 2], 1) for i in range(num_rows)]
-        expected = draw_tokens(logits, rows)
-        draw = functools.partial(draw_rows, scale=compiled, rank=keys)
-        assert torch.equal(draw_tokens(logits, rows, draw), expected)
-        assert (expected == -1).sum() == (num_rows == 20)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from docs.ptx import Cta, Fault, GlobalMemory, Kernel
-from nanoengine.backends import int8_triton
 from nanoengine.backends import triton as backend
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
 from tests.launches import MUTATIONS, Emulated, obstacle
@@ -30,9 +29,6 @@ def execute(generation, lens, dtype, edit=None, module=backend, **settings):
     """
     emulated = [Emulated(getattr(module, name), generation, edit) for name in KERNELS]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            int8_triton, "_write_int8_kernel", Emulated(int8_triton._write_int8_kernel, generation, edit)
-        )
         for name, kernel in zip(KERNELS, emulated, strict=True):
             patch.setattr(module, name, kernel)
         patch.setattr(module, "generation", lambda device: generation)
@@ -42,11 +38,11 @@ def execute(generation, lens, dtype, edit=None, module=backend, **settings):
         patch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
         patch.setattr(torch.Tensor, "new_empty", lambda x, *shape: unwritten(shape, dtype=x.dtype))
         settings = {"heads": 8, "head_dim": 64, "stale": torch.nan, **settings}
-        attention = int8_triton.Int8TritonAttention if settings.get("int8") else module.TritonAttention
-        check_attention(attention, lens, settings.pop("block_size", 16), dtype=dtype, **settings)
+        check_attention(module.TritonAttention, lens, settings.pop("block_size", 16), dtype=dtype, **settings)
     return emulated
 
 
+IN_BLOCKS = {"block_size": 32, "head_dim": 128}  # a tile of keys is in one block
 WIDE, NARROW, ODD = {"head_dim": 256}, {"head_dim": 24, "v_head_dim": 16}, {"head_dim": 80, "heads": 6}
 SHARED = {"heads": 71, "kv_heads": 1}
 
@@ -61,9 +57,9 @@ SHARED = {"heads": 71, "kv_heads": 1}
         ("sm90", [(1, 200), (1, 31)], HALF, ALL),
         *(("sm80", EDGES, BRAIN, {**NO_POWERS_OF_2, **more}) for more in ({}, {"window": 70})),
         ("sm80", EDGES, BRAIN, SHARED),
-        *((generation, EDGES, BRAIN, {**NO_POWERS_OF_2, "int8": True}) for generation in ("sm80", "sm90")),
-        ("sm75", BATCH, HALF, {**ALL, "int8": True}),
-        ("sm80", BATCH, FULL, {"int8": True}),
+        *(("sm90", EDGES, BRAIN, {**IN_BLOCKS, "block_size": size}) for size in (32, 64)),
+        ("sm80", EDGES, BRAIN, {**IN_BLOCKS, **ALL, "heads": 8}),
+        ("sm75", BATCH, HALF, IN_BLOCKS),
         *(
             pytest.param(*case, settings, marks=pytest.mark.slow)
             for case in [

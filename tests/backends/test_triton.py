@@ -18,7 +18,6 @@ import torch
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends import triton as backend
 from nanoengine.backends.cuda import try_out
-from nanoengine.backends.int8_triton import Int8TritonAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import Settings
 from nanoengine.backends.triton import FLOAT32, MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
@@ -35,7 +34,7 @@ from tests.attention import (
     check_attention,
     metadata_of,
 )
-from tests.helpers import checkpoint, random_prompts
+from tests.helpers import checkpoint, greedy, random_prompts
 from tests.launches import TARGETS, Recorder, compile_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -44,9 +43,6 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-
-
-INT8 = {"int8": True}
 
 
 def runs_kernels(test):
@@ -110,9 +106,7 @@ CASES = [
     *((FEW, {"block_size": 8, **settings}) for settings in (CAPPED, WITH_SINKS, BOTH)),
     *((FEW, {"window": 9, **settings}) for settings in (WITH_SINKS, WITH_ALIBI)),
     (FEW, {**WITH_ALIBI, **BOTH}),
-    (FEW, {**INT8, "stale": torch.nan, "dtype": HALF}),
-    (FEW, {**INT8, "stale": torch.nan, "head_dim": 20, "v_head_dim": 12}),
-    (FEW, {**INT8, "window": 9, **BOTH}),
+    *((FEW, {"block_size": 32, "stale": torch.nan, **settings}) for settings in ({}, {"window": 9}, BOTH)),
     *((FEW, {"block_size": size, "window": 9, "stale": torch.nan}) for size in (3, 16)),
     *(([(1, n) for n in (31, 32, 33, 64, 65, 129, 300)], {"stale": torch.nan, **x}) for x in ({}, SPLIT)),
 ]
@@ -146,8 +140,7 @@ SLOW_CASES = [
     ids=case_id,
 )
 def test_any_batch_and_layer_equals_dense_attention(lens, settings):
-    backend = Int8TritonAttention if settings.get("int8") else TritonAttention
-    check_attention(backend, lens, device=DEVICE, **{"block_size": 16, **settings})
+    check_attention(TritonAttention, lens, device=DEVICE, **{"block_size": 16, **settings})
 
 
 def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
@@ -252,41 +245,39 @@ def test_a_tile_writes_its_own_rows_and_no_others(monkeypatch):
 CHUNKS = {"num_kv_blocks": 5, "max_num_batched_tokens": 30}  # and preemption
 
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-
-
 @interpreted
-@pytest.mark.parametrize("more", [CHUNKS, {"speculative_config": NGRAM, "kv_store": {}}])
-def test_an_int8_cache_gives_pytorch_s_tokens(more, in_float32, tmp_path_factory):
-    """With windows, chunks, preemption and hits in the prefix cache, or with draft tokens and a KV store."""
-    path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
-    prompts = random_prompts([25, 15, 16, 1])
-    prompts.append(prompts[0][:20])
-    settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "block_size": 16, "kv_cache_dtype": "int8"}
-    settings |= {"max_num_batched_tokens": 64, **more}  # else the trial pass is interpreted for minutes
-    answers = []
-    for asked in ("torch", "auto"):
-        if "kv_store" in more:
-            settings["kv_store"] = str(tmp_path_factory.mktemp(asked))
-        for _ in range(2):  # the second engine loads blocks from the store
-            with LLM(path, attn_backend=asked, **settings) as llm:
-                outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-                used = llm.llm_engine.runner.attention.backend
-                hits = llm.metrics().get("external_prefix_cache_hits", 0)
-            answers.append([out.outputs[0].token_ids for out in outputs])
-    assert used is Int8TritonAttention
-    assert (hits > 0) == ("kv_store" in more)
-    assert answers[1:] == answers[:1] * 3
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        pytest.param("qwen3", {}, marks=at_length),
+        pytest.param("qwen3", CHUNKS, marks=at_length),
+        ("qwen2 sliding from layer 1", CHUNKS),
+        pytest.param("gemma3", CHUNKS, marks=at_length),
+    ],
+)
+def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_factory):
+    path, reference = checkpoint(model, tmp_path_factory)
+    shared = random_prompts([20], seed=5)[0]
+    prompts = [*random_prompts([3, 15, 16, 1]), shared + [7] * 5, [*shared, 8, 9]]
+    settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "block_size": 16, **settings}
+    with LLM(path, attn_backend="triton", **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert (llm.metrics()["num_preemptions"] > 0) == (settings["num_kv_blocks"] == 5)
+        assert llm.llm_engine.runner.attention.backend is TritonAttention
+    assert [out.outputs[0].token_ids for out in outputs] == [greedy(reference, p, 4) for p in prompts]
+    assert in_float32["replay"] > 0
 
+
+# ---- Whether it can run --------------------------------------------------------------------------
 
 SPEC = KVSpec(2, 20, 24, torch.bfloat16)
 EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 
 
 @runs_kernels
-@pytest.mark.parametrize("backend", [TritonAttention, Int8TritonAttention])
-def test_it_can_be_used_wherever_its_kernels_run(backend):
-    assert try_out(backend, [SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
+def test_it_can_be_used_wherever_its_kernels_run():
+    assert try_out(TritonAttention, [SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
 
 
 @runs_kernels
@@ -307,7 +298,7 @@ def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
 
 
 def launches_of(
-    monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0, int8=False
+    monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0
 ):
     """Return the kernels that attend to a batch, each with its arguments, options and grid.
 
@@ -324,8 +315,7 @@ def launches_of(
         metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, max_tokens))
         q = torch.zeros(num_tokens, heads, dim, dtype=dtype)
         kv = torch.zeros(num_tokens, kv_heads, dim, dtype=dtype)
-        spec = KVSpec(kv_heads, dim + 4 * int8, dim + 4 * int8, torch.int8 if int8 else dtype)
-        cache = KVCache.zeros(spec, 2, 16, torch.device("cpu"))
+        cache = KVCache.zeros(KVSpec(kv_heads, dim, dim, dtype), 2, 16, torch.device("cpu"))
         TritonAttention(metadata, 16)._attend(q, kv, kv, cache, settings)
     return [(recorder.kernel, *launch) for recorder in recorders for launch in recorder.launches]
 
@@ -349,7 +339,6 @@ def stack_bytes(compiled, path):
 DENSE, WIDE = (torch.bfloat16, 128, 8, 2, ALL_SETTINGS), (torch.bfloat16, 256, 8, 2, PLAIN)
 NARROW, FULL = (torch.float16, 64, 8, 2, PLAIN), (torch.float32, 128, 8, 2, ALL_SETTINGS)
 ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8, 2, ALL_SETTINGS)
-ROUNDED = [(*case, INT8) for case in (DENSE, FULL, TURING)]
 
 
 @compiles
@@ -360,11 +349,10 @@ ROUNDED = [(*case, INT8) for case in (DENSE, FULL, TURING)]
         ("sm80", DENSE),
         ("sm90", DENSE),
         ("gfx942", DENSE),
-        ("sm90", ROUNDED[0]),
         *(
             pytest.param(generation, case, marks=at_length)
             for generation in TILES
-            for case in (DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING, *ROUNDED)
+            for case in (DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING)
             if (generation, case[0]) != ("sm75", torch.bfloat16)  # float16 there
         ),
     ],
@@ -373,8 +361,8 @@ def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_core
     generation, case, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
-    dtype, dim, heads, kv_heads, settings, *rounding = case
-    sizes = dict(*rounding, heads=heads, kv_heads=kv_heads, generation=generation)
+    dtype, dim, heads, kv_heads, settings = case
+    sizes = dict(heads=heads, kv_heads=kv_heads, generation=generation)
     launches = launches_of(monkeypatch, [(1, 1000), (3, 3)], dtype, dim, settings, **sizes)
     assert len(launches) == 3
     for kernel, named, options, _ in launches:
@@ -384,17 +372,6 @@ def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_core
         if "ROWS" in named and dtype != torch.float32 and generation != "sm75":
             code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             assert "mfma" in code if generation == "gfx942" else "mma.sync" in code or "wgmma" in code
-
-
-@compiles
-def test_an_int8_cache_is_loaded_at_least_8_bytes_at_a_time(monkeypatch):
-    launches = launches_of(
-        monkeypatch, [(1, 1000)], torch.bfloat16, 128, PLAIN, "sm90", kv_heads=4, int8=True
-    )
-    kernel, named, options, _ = launches[0]
-    code = compile_launch(kernel, named, options, "sm90").asm["ptx"]
-    copied = re.findall(r"cp\.async\.c[ag]\S*\s+\[[^]]*\], \[[^]]*\], (\w+)", code)
-    assert copied.count("0x4") <= 4 < copied.count("0x10")  # 4 bytes: scales
 
 
 @compiles
@@ -408,7 +385,7 @@ def test_few_programs_of_a_captured_decode_are_idle(num_seqs, monkeypatch):
     working = min(turns, -(-1000 // MIN_SPAN))
     assert num_seqs * 8 * (turns - working) < MAX_PROGRAMS  # at large batches, none
     assert num_seqs * 8 * turns <= max(MAX_PROGRAMS, num_seqs * 8)
-    assert working > 1 or num_seqs > 64
+    assert working > 1 or num_seqs > 32  # on an H200, undivided keys were faster from 40 sequences on
 
 
 @compiles

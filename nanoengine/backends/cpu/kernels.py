@@ -104,15 +104,17 @@ class Kernels:
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         q_weight: Tensor | None,
         k_weight: Tensor | None,
         eps: float,
         cos: Tensor,
         sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Apply `norm_rotate` to queries and keys."""
+        **where: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply `norm_rotate` to queries and keys. Returns q, k and v."""
         of_k = self.norm_rotate(k, k_weight, eps, cos, sin)
-        return self.norm_rotate(q, q_weight, eps, cos, sin), of_k
+        return self.norm_rotate(q, q_weight, eps, cos, sin), of_k, v
 
     @functools.cached_property
     def num_outputs(self) -> int:
@@ -209,7 +211,7 @@ class Kernels:
 
 def _layer(out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> tuple[Any, ...]:
     """Return the arguments that describe a layer to a kernel for attention."""
-    scale, window, softcap, sinks, alibi_slopes = settings
+    scale, window, softcap, sinks, alibi_slopes, _ = settings
     sizes = q.shape[1], cache.k.shape[2], q.shape[2], out.shape[2], cache.k.shape[1]
     return *sizes, float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes
 
