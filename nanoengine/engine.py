@@ -133,12 +133,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of known tokens, plus one for each scheduled step that samples for it: the pending ones.
+        """The number of tokens, known and pending: once all known ones are computed, the next is pending.
 
-        Such a step computes the last token, known or pending, and samples the one after the computed tokens.
         A preemption sets num_computed_tokens to 0, so a token that is pending counts again once it is known.
         """
-        return max(len(self.token_ids), self.num_computed_tokens + 1)
+        num_known, num_computed = len(self.token_ids), self.num_computed_tokens
+        return num_known if num_known > num_computed else num_computed + 1
 
     @property
     def num_output_tokens(self) -> int:
@@ -410,14 +410,14 @@ class BlockManager:
 
 
 class Chunk(NamedTuple):
-    """The tokens [start, end) of a sequence, to compute in a step. A guessed token is a chunk of its own."""
+    """The tokens [start, end) of a sequence, to compute in a step. A draft token is a chunk of its own."""
 
     seq: Sequence
     start: int
     end: int
     samples: bool  # whether a token is sampled after the last one; False: known tokens are left to compute
-    # The list to take [start, end) from: the sequence's own, which only grows and lacks pending tokens, or a
-    # longer copy that ends with tokens guessed by extensions/speculate.py.
+    # The list that holds [start, end): the sequence's own, which only grows and lacks pending tokens, or a
+    # longer copy that ends with draft tokens (extensions/speculate.py).
     token_ids: list[int]
 
 
@@ -473,7 +473,7 @@ class Scheduler:
         self.tell = self.block_manager.tell = tell
 
     def skip_unless(self, is_ready: Callable[[Sequence], bool]) -> None:
-        """Leave out of each step from now on the sequences that are not ready. They keep their blocks."""
+        """From now on, leave a sequence out of each step while it is not ready: its mask may be late."""
         self.is_ready = is_ready
 
     def add(self, seq: Sequence) -> None:
@@ -489,7 +489,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the chunks of the next step, and count their tokens as computed.
 
-        The batch is never empty while ready sequences are unfinished and no step is in flight.
+        If all sequences are ready, the batch is empty only when they are finished or a step is in flight.
         """
         num_preemptions, budget = self.num_preemptions, self.max_num_batched_tokens
         chunks: list[Chunk] = []
@@ -617,8 +617,8 @@ class Scheduler:
     def recover(self) -> None:
         """After a failed step, clear the cache and put every running sequence back into the waiting queue.
 
-        A sequence finishes with "error" if two steps fail with it and it gets no token in between. Signals do
-        not interrupt a step: only its calls to other code raise, and each finds every sequence in one queue.
+        The step failed for the sequence being admitted, or else for all running ones. If it fails twice for a
+        sequence that gets no token in between, the sequence finishes with "error".
         """
         self.tell("failed")
         failed = [self.admitting] if self.admitting else self.running or [*self.waiting]
@@ -857,8 +857,8 @@ class EngineCore:
     def step(self) -> Collected | None:
         """Launch a step, and collect the oldest one if more than `max_in_flight` are in flight then.
 
-        A call that has to collect before it can launch does not launch: nothing is collected in a call whose
-        launch fails. After an exception, call `recover`.
+        If the launch needs the tokens in flight, this call only collects them, and the next call launches. So
+        a launch that raises loses no collected token. After an exception, call `recover`.
         """
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here
         # Bad words and processors need all earlier tokens on the host.
