@@ -109,11 +109,12 @@ def fake_gpu(cuda_guard, monkeypatch):
     doubles.install(monkeypatch)  # streams, captures, memory figures
     monkeypatch.setattr("nanoengine.backends.cpu.cpu_device.CPU", CPU)
     monkeypatch.setattr("nanoengine.config.EngineConfig.resolve_device", lambda _: torch.device("cuda", 0))
-    for name in ("capability", "capture_stream"):
+    for name in ("capability", "capture_stream", "backends", "block_size"):
         monkeypatch.setattr(CUDA, name, getattr(doubles.FakeGPU, name))
     monkeypatch.setattr(CUDA, "running", lambda _: contextlib.nullcontext())
     # A trial looks at numbers, of which there are none.
     monkeypatch.setattr("nanoengine.backends.cuda.try_out", lambda *_: None)
+    monkeypatch.setattr("nanoengine.backends.cuda.fusion_obstacle", lambda _: None)
 
     def host_memory(shape, dtype):
         with unset_fake_temporarily():

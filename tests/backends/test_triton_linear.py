@@ -4,6 +4,8 @@ Their kernel is also compiled for GPUs, and executed by docs/ptx.py. See test_tr
 """
 
 import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -311,3 +313,20 @@ def test_the_kernel_compiles_without_spilling_and_uses_tensor_cores(
             code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             names = {"gfx942": "mfma", "sm90": "wgmma" if num_tokens > 16 else "mma.sync"}
             assert names.get(generation, "mma.sync") in code
+
+
+def test_threads_that_pack_weights_wait_for_the_first_trial_of_a_kernel(monkeypatch):
+    calls = []
+
+    def forward(self, x):
+        calls.append(len(x))
+        time.sleep(0.05)
+        return torch.nn.functional.linear(x, self.weight)
+
+    monkeypatch.setattr(backend.TritonLinear, "forward", forward)
+    backend._try_out.cache_clear()
+    arguments = backend.Form(8, 32), torch.float32, torch.device("cpu")
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: backend.try_out(*arguments), range(4))) == [None] * 4
+    backend._try_out.cache_clear()
+    assert calls == [1, 17]

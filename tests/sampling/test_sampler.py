@@ -476,3 +476,48 @@ def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(monkeypatch)
     trial, peak_processed = (x / (num_rows * vocab_size) - 2 for x in (trial, peak_processed))  # 2: of counts
     assert trial * 256 * 151_936 <= 1 << 29
     assert peak_processed * 256 * 151_936 <= 3 << 28
+
+
+def many_rows(count=8, vocab=1 << 17, **fields):
+    rows = [row(**fields) for _ in range(count)]
+    return torch.randn(count, vocab).bfloat16(), RowSettings(rows).metadata([one.position for one in rows])
+
+
+class Operators(Work):
+    """Also counts the operators."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += "view" not in func._schema.name
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_with_top_k_all_rows_are_read_twice_and_everything_else_is_about_the_selected_columns(monkeypatch):
+    monkeypatch.setattr("nanoengine.sampling.sampler.CACHED_LOGITS", 1 << 30)  # all rows at once, as on a GPU
+    logits, metadata = many_rows(temperature=0.6, top_k=20, top_p=0.95)
+    with Operators() as work:
+        draw_rows(logits, metadata)
+    assert work.entries < 4 * logits.numel()  # the largest of rows and of chunks, and 20 chunks of each row
+    assert work.calls < 100
+
+
+def test_at_temperature_alone_a_kernel_leaves_one_pass_to_pytorch(monkeypatch):
+    monkeypatch.setattr("nanoengine.sampling.sampler.CACHED_LOGITS", 1 << 30)
+    logits, metadata = many_rows(temperature=0.6)
+    with Operators() as work:
+        draw_rows(
+            logits, metadata, lambda logits, largest, divisors, u: torch.zeros(len(logits), dtype=torch.int64)
+        )
+    assert work.entries < 1.2 * logits.numel()
+    assert work.calls < 15
+
+
+def test_rows_of_all_kinds_get_the_tokens_that_they_get_alone():
+    fields = [{"temperature": 0}, {}, {"top_k": 3}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9}]
+    fields += [{"min_p": 0.2}, {"top_k": 2000}, {"temperature": 0.01, "top_k": 1}]
+    rows = [replace(row(**f), seed=i) for i, f in enumerate(fields * 3)]
+    logits = torch.randn(len(rows), 3000).bfloat16()  # with many equal logits
+    together = draw_rows(logits, RowSettings(rows).metadata([3] * len(rows)))[0]
+    alone = [draw_rows(logits[i : i + 1], RowSettings([one]).metadata([3]))[0] for i, one in enumerate(rows)]
+    assert torch.equal(together, torch.cat(alone))
