@@ -325,7 +325,7 @@ def next_token(module, seed, known):
     return int(module.uniform(seed, len(known)) * 3) + sum(known) % 2
 
 
-def walk(module, seed, num_steps=150):
+def walk(module, seed, num_steps=80):
     """Serve random requests without a model, and check the laws, each slot that is read, and the answers."""
     rng = random.Random(seed)
     num_blocks, block_size = rng.choice([5, 8, 40]), rng.choice([1, 2, 4])
@@ -398,14 +398,14 @@ def walk(module, seed, num_steps=150):
         assert seq.is_finished
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(40, 70))
 def test_the_laws_hold_after_every_step_and_every_slot_that_is_read_holds_the_right_token(seed):
     walk(nano, seed)
 
 
 @pytest.mark.slow
 def test_the_laws_hold_in_longer_walks():
-    for seed in range(40, 1000):
+    for seed in range(200):
         walk(nano, seed, 400)
 
 
@@ -423,7 +423,7 @@ def test_a_collision_of_hashes_changes_no_token(hash_function, qwen3, monkeypatc
     expected = answers(load(qwen3))
     colliding(nano, monkeypatch, hash_function)
     assert answers(load(qwen3, num_kvcache_blocks=12)) == expected
-    for seed in range(10):
+    for seed in range(5):
         walk(nano, seed)
 
 
@@ -501,7 +501,7 @@ def test_a_published_bug_is_caught(bug, qwen3, monkeypatch):
 
 
 def walks(module):
-    for seed in range(60):
+    for seed in (56, *range(60)):  # 56 preempts a prompt between two of its chunks
         walk(module, seed)
 
 
