@@ -66,7 +66,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
+    # The first token has none. If is_delta, only the first output has them.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     is_delta: bool = False  # text, tokens and logprobs are only those since the previous output
 
@@ -82,7 +83,9 @@ class RequestOutput:
                 text, token_ids = old.text + new.text, old.token_ids + new.token_ids
                 new = replace(new, text=text, token_ids=token_ids, logprobs=logprobs)
             merged[new.index] = new
-        return replace(later, outputs=[merged[index] for index in sorted(merged)])
+        prompt_logprobs = self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs
+        outputs = [merged[index] for index in sorted(merged)]
+        return replace(later, outputs=outputs, prompt_logprobs=prompt_logprobs)
 
 
 class Inbox(dict[Any, RequestOutput]):

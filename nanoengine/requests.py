@@ -69,12 +69,15 @@ class RequestChecker:
         self.max_prompt_len = max_model_len - 1  # a prompt must leave room for one output token
         self._bad_word_ids = lru_cache(64)(bad_word_ids)  # requests often share a list
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False, num_kept: int | None = None
+    ) -> list[int]:
         """Tokenize a prompt's text.
 
         A text that is probably too long is first tokenized in pieces, and rejected as soon as they have far
         more tokens than fit, so a text of many megabytes is rejected early. With is_cut, any length is
-        accepted, because the prompt is truncated later.
+        accepted, because the prompt is truncated later. If only the last `num_kept` tokens are kept then, a
+        long text's end is tokenized from two places on, until both agree on one token more than these.
 
         Raises:
             ValueError: the text is far too long, or the tokenizer fails on it.
@@ -82,6 +85,12 @@ class RequestChecker:
         tokenizer, num_chars, num_tokens = self.checkpoint.tokenizer, len(text), 0
         is_long = num_chars > max(LONG_TEXT, USUAL_CHARS * self.max_prompt_len)
         with panics_as_errors("prompt"):
+            size, last = max(LONG_TEXT, USUAL_CHARS * (num_kept or 0)), list[int]()
+            while is_cut and num_kept is not None and size < num_chars:
+                before, last = last, tokenizer(text[-size:], add_special_tokens=add_special_tokens).input_ids
+                if len(last := last[-num_kept - 1 :]) > num_kept and last == before:
+                    return [*last]
+                size *= 2
             for i in range(0, num_chars, PIECE) if is_long and not is_cut else ():
                 num_tokens += len(tokenizer(text[i : i + PIECE], add_special_tokens=False).input_ids)
                 if num_tokens > 2 * self.max_prompt_len:  # cutting adds only a few tokens
@@ -124,7 +133,9 @@ class RequestChecker:
                 "structured_outputs needs a token that ends the output: drop ignore_eos or set stop_token_ids"
             )
         limit = params.truncate_prompt_tokens
-        encode = partial(self.encode, is_cut=limit is not None) if tokenizer is not None else None
+        num_kept = self.max_prompt_len if limit == -1 else limit
+        encode: Any = partial(self.encode, is_cut=limit is not None, num_kept=num_kept)
+        encode = None if tokenizer is None else encode
         text, token_ids = read_prompt(prompt, encode, vocab_size)
         if limit == -1:
             limit = max(1, self.max_prompt_len - ((params.max_tokens or 1) - 1))
@@ -328,6 +339,7 @@ class Request:
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         # Outputs share this object, so it is replaced and never changed.
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
+        self.has_shown_prompt = False  # whether an output had the prompt's log-probabilities
         self.is_streamed = source.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     @property
@@ -397,6 +409,8 @@ class Request:
                 num_cached_tokens=num_cached_tokens,
                 num_preemptions=num_preemptions,
             )
+        shows_prompt = params.prompt_logprobs is not None and not (delta and self.has_shown_prompt)
+        self.has_shown_prompt = True
         return RequestOutput(
             self.request_id,
             source.text,
@@ -404,7 +418,7 @@ class Request:
             outputs,
             self.finished,
             num_cached_tokens,
-            list(self.prompt_logprobs) if params.prompt_logprobs is not None else None,
+            list(self.prompt_logprobs) if shows_prompt else None,
             metrics,
             delta,
         )

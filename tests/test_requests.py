@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 import random
 import string
 from collections import Counter
@@ -426,3 +427,43 @@ def test_text_of_usual_length_is_tokenized_once(monkeypatch):
     tokenizer, text = TOKENIZERS["bytes"], "ab" * 2**16
     assert len(checker_of(tokenizer, 2**15).encode(text)) == 2**16
     assert calls == [text]
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "qwen2", *SENTENCEPIECE])
+def test_a_truncated_prompt_is_cut_before_it_is_tokenized_with_the_same_tokens(kind, monkeypatch):
+    tokenizer, lengths = trained_tokenizer(kind), []
+    text = " ".join(itertools.islice(itertools.cycle(corpus()), 10_000))
+    whole = tokenizer(text).input_ids
+    checkpoint = SimpleNamespace(
+        tokenizer=lambda text, **more: lengths.append(len(text)) or tokenizer(text, **more)
+    )
+    checker = RequestChecker(checkpoint, None, 1000, None)
+    for num_kept in (1, 10, 999):
+        lengths.clear()
+        found = checker.encode(text, is_cut=True, num_kept=num_kept)
+        assert len(found) == num_kept + 1
+        assert found == whole[-num_kept - 1 :]
+        assert sum(lengths) < len(text) / 2
+        assert (
+            checker.encode(text[-1000:], is_cut=True, num_kept=num_kept) == tokenizer(text[-1000:]).input_ids
+        )
+    assert checker.encode(text, is_cut=True) == whole
+
+
+def test_only_the_first_delta_has_the_prompt_s_logprobs_and_an_llm_says_why_it_is_not_pickled():
+    params = SamplingParams(
+        max_tokens=5, ignore_eos=True, prompt_logprobs=1, output_kind=RequestOutputKind.DELTA
+    )
+    with LLM(DEMO, num_kv_blocks=20) as llm:
+        outputs = []
+        llm.llm_engine.add_request("r", "Hello", params)
+        while llm.llm_engine.has_unfinished_requests():
+            outputs += llm.llm_engine.step()
+        shown = [output.prompt_logprobs is not None for output in outputs]
+        assert shown == [True, *[False] * (len(outputs) - 1)]
+        merged = outputs[0]
+        for output in outputs[1:]:
+            merged = merged.merged_with(output)
+        assert merged.prompt_logprobs == outputs[0].prompt_logprobs
+        with pytest.raises(TypeError, match="make one in the other process"):
+            pickle.dumps(llm)

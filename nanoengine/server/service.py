@@ -263,7 +263,12 @@ class Service:
         """
         engine = self.engine.llm_engine
         with refusing(body, body.source):
-            encode = partial(engine.checker.encode, is_cut=params.truncate_prompt_tokens is not None)
+            num_kept = params.truncate_prompt_tokens
+            is_cut, num_kept = (
+                num_kept is not None,
+                engine.checker.max_prompt_len if num_kept == -1 else num_kept,
+            )
+            encode = partial(engine.checker.encode, is_cut=is_cut, num_kept=num_kept)
             try:
                 prompts = body.prompts(self.checkpoint.tokenizer, encode)
                 params = body.fit(params, prompts, self.formats)
