@@ -270,8 +270,8 @@ class GenerationRequest(BaseModel):
         kind = asked.get("type", "text")
         if kind == "text":
             return {}
-        if kind == "json_object":
-            return {"json_object": True}
+        if kind == "json_object":  # with a schema, as llama.cpp and TGI spell json_schema
+            return {"json": asked["schema"]} if asked.get("schema") else {"json_object": True}
         if kind == "structural_tag":
             return {"structural_tag": asked}
         named = asked.get("json_schema")

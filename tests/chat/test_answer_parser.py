@@ -670,12 +670,16 @@ def test_a_required_call_is_made(choice, thinking, client, script):
     [
         ({"response_format": {"type": "text"}}, lambda text: True),
         ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        (
+            {"response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}},
+            lambda text: json.loads(text) == {"a": 1},
+        ),
         ({"structured_outputs": {"regex": "[ab]{4}"}}, re.compile("[ab]{4}").fullmatch),
         ({"structured_outputs": {"choice": ["red", "blue"]}}, {"red", "blue"}.__contains__),
         ({"structured_outputs": {"json": {"const": [1]}, "whitespace_pattern": ""}}, "[1]".__eq__),
         ({"structured_outputs": {"grammar": 'root ::= "x"'}}, "x".__eq__),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_every_spelling_of_structured_outputs_is_accepted(fields, conforms, path, running, script):
