@@ -88,7 +88,6 @@ def test_other_settings_of_stop_strings_apply_to_content_too(client, script):
                 "json_schema": {"name": "n", "schema": {"enum": ["a, b"]}},
             }
         },
-        {"guided_json": {"enum": ["a, b"]}},
         {"structured_outputs": {"json": {"enum": ["a, b"]}}},
     ],
 )
