@@ -107,7 +107,9 @@ def start_runner(
     """
     model, device, loaded = load(opened, ranks, draft_widths is not None)
     config, num_groups = opened.config, len(loaded.kv_groups)
-    draw = device.draw or partial(draw_rows, unfiltered=device.draw_unfiltered or draw_unfiltered)
+    kernel = device.draw_unfiltered
+    unfiltered = draw_unfiltered if kernel is None else partial(kernel, plain=draw_unfiltered)
+    draw = device.draw or partial(draw_rows, unfiltered=unfiltered)
     sample = partial(sample_rows, draw=draw, reports_processed=config.logprobs_mode == "processed_logprobs")
     with uninterrupted(), device.running():  # a backend may run a trial on the GPU
         attention = device.choose_attention(model.kv_specs, model.attention_settings)

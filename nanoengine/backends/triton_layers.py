@@ -6,16 +6,16 @@ quickly, and CUDA graphs can hold them.
 
 from __future__ import annotations  # Triton's types do not exist without Triton
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanoengine.backends.device import in_chunks
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.triton import kernel
-from nanoengine.sampling.filters import in_chunks
-from nanoengine.sampling.sampler import draw_unfiltered as plain_draw_unfiltered
 
 with suppress(ImportError):  # Windows, and PyTorch for the CPU
     import triton
@@ -158,11 +158,13 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
     tl.store(tokens + row, (chunk * SIZE + within).to(tl.int64))
 
 
-def draw_unfiltered(logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
-    """Do what `sampling.draw_unfiltered` does, in one pass over the logits."""
+def draw_unfiltered(
+    logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor, plain: Callable[..., Tensor]
+) -> Tensor:
+    """Do what `plain`, sampler.py's `draw_unfiltered`, does, in one pass over the logits."""
     chunks, size = in_chunks(logits)
     if size != triton.next_power_of_2(size):  # an odd size of the vocabulary
-        return plain_draw_unfiltered(logits, largest, divisors, u)
+        return plain(logits, largest, divisors, u)
     num_rows, num_chunks = chunks.shape[:2]
     sums = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     tokens, side = torch.empty_like(u, dtype=torch.int64), max(1, WIDTH // size)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.backends.device import upload
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
-from nanoengine.sampling.filters import MAX_SELECTED, filter_logits, in_chunks, keep_top, select_top
+from nanoengine.sampling.filters import MAX_SELECTED, filter_logits, keep_top, select_top
 from nanoengine.sampling.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 

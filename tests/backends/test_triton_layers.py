@@ -124,5 +124,5 @@ def test_tokens_are_those_that_pytorch_draws(generation, dtype, vocab_size):
     largest = logits.amax(-1, keepdim=True).float()
     divisors = torch.linspace(0.3, 1.3, 8, device=DEVICE).unsqueeze(1)
     u = torch.tensor([1e-9, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1 - 2**-53], device=DEVICE, dtype=torch.float64)
-    got = layers.draw_unfiltered(logits, largest, divisors, u)
+    got = layers.draw_unfiltered(logits, largest, divisors, u, draw_unfiltered)
     assert torch.equal(got, draw_unfiltered(logits, largest, divisors, u))
