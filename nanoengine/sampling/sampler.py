@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoengine.backends.device import upload
+from nanoengine.backends.device import in_chunks, upload
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
 from nanoengine.sampling.filters import MAX_SELECTED, filter_logits, keep_top, select_top
 from nanoengine.sampling.logprobs import LogprobTable, Transfer, report_samples
