@@ -109,12 +109,11 @@ def test_a_real_llama_answers_like_transformers(tmp_path):
     settings = {"gguf_file": MODEL.name, "dtype": torch.float32}
     settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL.parent, **settings).eval()
-    del model.config.quantization_config
     model.save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL.parent, gguf_file=MODEL.name)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:8]]
     llm = load(tmp_path, kvcache_block_size=16)
-    assert answers(llm, prompts, max_tokens=24, ignore_eos=True) == [greedy(model, p, 24) for p in prompts]
+    assert answers(llm, prompts, max_tokens=24) == [greedy(model, p, 24) for p in prompts]
 
 
 # ---- Stopping, refusals and loading --------------------------------------------------------------
