@@ -523,16 +523,15 @@ def sample(logits: Tensor, temperature: Array, top_k: Array, top_p: Array, u: Ar
         return best
     settings = torch.from_numpy(np.stack((temperature, top_k, top_p, u)))
     t, k, p, numbers = settings.to(logits.device, non_blocking=True).unsqueeze(2)  # (R, 1) each
-    # Subtract the largest logit first, so that a tiny temperature does not overflow.
-    differences = logits.float() - logits.amax(-1, keepdim=True)
-    probabilities = (differences / t.where(t > 0, 1).float()).softmax(-1)
+    is_sampled = t > 1e-5  # a lower temperature has the effect of 0, but the quotient might overflow
+    probabilities = (logits.float() / t.where(is_sampled, 1).float()).softmax(-1)
     if top_k.any() or (top_p < 1).any():
         probabilities = keep_probable(probabilities, k, p)
     ends = probabilities.cumsum(-1, dtype=torch.float64)  # of the intervals
     total = ends[:, -1:]  # u * total may be rounded up to it, where no interval is left
     numbers = torch.minimum(numbers * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(ends, numbers, right=True)
-    return torch.where(t > 0, tokens, best.unsqueeze(1)).squeeze(1)
+    return torch.where(is_sampled, tokens, best.unsqueeze(1)).squeeze(1)
 
 
 # ---- ModelRunner: from chunks to sampled tokens (lesson 10) --------------------------------------

@@ -298,7 +298,7 @@ def samples_by_intervals(nano: Any) -> None:
 @says("11")
 def samples_with_temperature(nano: Any) -> None:
     """The temperature divides the logits: a low one favours probable tokens. It comes before top_p."""
-    rows = [(0.5, 0.32, 1), (1.0, 0.32, 0), (2.0, 0.44, 0), (2.0, 0.46, 1), (1e-38, 0.0, 1)]
+    rows = [(0.5, 0.32, 1), (1.0, 0.32, 0), (2.0, 0.44, 0), (2.0, 0.46, 1), (1e-50, 0.0, 1)]
     expect_samples(nano, [0.4, 0.6], *((t, 0, 1.0, u, token) for t, u, token in rows))
     expect_samples(nano, [0.4, 0.6], (0.5, 0, 0.65, 0.0, 1), (1.0, 0, 0.65, 0.0, 0))
 
