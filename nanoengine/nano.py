@@ -735,7 +735,7 @@ def main() -> None:
     if options.bench:
         return bench(llm)
     prompts, how = options.questions, {"add_generation_prompt": True, "return_dict": False}
-    if llm.tokenizer.chat_template:
+    if getattr(llm.tokenizer, "chat_template", None):
         chats = [[{"role": "user", "content": question}] for question in prompts]
         prompts = [llm.tokenizer.apply_chat_template(chat, **how) for chat in chats]
     answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=512), use_tqdm=False)

@@ -722,6 +722,11 @@ def test_the_command_answers_questions_as_one_batch(monkeypatch, capsys):
     )
 
 
+def test_the_command_says_that_a_checkpoint_has_no_tokenizer(monkeypatch, qwen3):
+    with pytest.raises(ValueError, match="no tokenizer"):
+        run(monkeypatch, "Hi", "--model", qwen3)
+
+
 def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(monkeypatch, capsys, tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 16, "hidden_size": 32})
