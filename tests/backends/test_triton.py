@@ -298,7 +298,7 @@ def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
 
 
 def launches_of(
-    monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0
+    monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0, block=16
 ):
     """Return the kernels that attend to a batch, each with its arguments, options and grid.
 
@@ -308,15 +308,15 @@ def launches_of(
     with monkeypatch.context() as patch:
         for recorder in recorders:
             patch.setattr(backend, recorder.kernel.fn.__name__, recorder)
-        table = torch.zeros(len(lens), -(-max(total for _, total in lens) // 16), dtype=torch.int32)
+        table = torch.zeros(len(lens), -(-max(total for _, total in lens) // block), dtype=torch.int32)
         num_tokens = sum(new for new, _ in lens)
         patch.setattr(backend, "generation", lambda device: generation)
         metadata = metadata_of(lens, table, torch.zeros(num_tokens, dtype=torch.int64))
         metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, max_tokens))
         q = torch.zeros(num_tokens, heads, dim, dtype=dtype)
         kv = torch.zeros(num_tokens, kv_heads, dim, dtype=dtype)
-        cache = KVCache.zeros(KVSpec(kv_heads, dim, dim, dtype), 2, 16, torch.device("cpu"))
-        TritonAttention(metadata, 16)._attend(q, kv, kv, cache, settings)
+        cache = KVCache.zeros(KVSpec(kv_heads, dim, dim, dtype), 2, block, torch.device("cpu"))
+        TritonAttention(metadata, block)._attend(q, kv, kv, cache, settings)
     return [(recorder.kernel, *launch) for recorder in recorders for launch in recorder.launches]
 
 
@@ -372,6 +372,27 @@ def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_core
         if "ROWS" in named and dtype != torch.float32 and generation != "sm75":
             code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             assert "mfma" in code if generation == "gfx942" else "mma.sync" in code or "wgmma" in code
+
+
+@compiles
+@pytest.mark.parametrize("block", [32, 256])
+@pytest.mark.parametrize(
+    ("generation", "settings"), [("sm80", ALL_SETTINGS), ("sm90", ALL_SETTINGS), ("sm90", PLAIN)]
+)
+def test_a_decode_loads_a_tile_while_it_computes_another_if_tiles_lie_in_blocks(
+    block, generation, settings, monkeypatch, tmp_path
+):
+    sizes = {"kv_heads": 8, "heads": 16, "generation": generation, "block": block}
+    if settings is ALL_SETTINGS:
+        settings = settings._replace(sinks=torch.zeros(16), alibi_slopes=torch.zeros(16))
+    (kernel, named, options, _), *_ = launches_of(
+        monkeypatch, [(1, 1000)] * 256, torch.bfloat16, 128, settings, **sizes
+    )
+    compiled = compile_launch(kernel, named, options, generation)
+    assert stack_bytes(compiled, tmp_path / "kernel.cubin") == 0
+    code = compiled.asm["ttgir"]
+    assert "memdesc<2x128x32xbf16" in code, "keys have two buffers"
+    assert "memdesc<2x32x128xbf16" in code, "values have two buffers"
 
 
 @compiles
