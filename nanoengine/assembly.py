@@ -32,7 +32,7 @@ from nanoengine.engine import (
     Sequence,
 )
 from nanoengine.models.load import load_model
-from nanoengine.sampling.sampler import CachedRows, draw_rows, draw_unfiltered, sample_rows
+from nanoengine.sampling.sampler import CachedRows, draw_chunks, draw_rows, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
 from nanoengine.timing import phase
@@ -107,9 +107,7 @@ def start_runner(
     """
     model, device, loaded = load(opened, ranks, draft_widths is not None)
     config, num_groups = opened.config, len(loaded.kv_groups)
-    kernel = device.draw_unfiltered
-    unfiltered = draw_unfiltered if kernel is None else partial(kernel, plain=draw_unfiltered)
-    draw = device.draw or partial(draw_rows, unfiltered=unfiltered)
+    draw = device.draw or partial(draw_rows, unfiltered=device.draw_chunks or draw_chunks)
     sample = partial(sample_rows, draw=draw, reports_processed=config.logprobs_mode == "processed_logprobs")
     with uninterrupted(), device.running():  # a backend may run a trial on the GPU
         attention = device.choose_attention(model.kv_specs, model.attention_settings)

@@ -25,6 +25,7 @@ from nanoengine.backends.flash import FlashAttention, FlashKernels, VarlenAttent
 from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.backends.triton import TritonAttention
 from nanoengine.models.decoder import PlainKernels
+from nanoengine.sampling.sampler import draw_chunks
 
 calls: Counter[str] = Counter()  # which path was taken how often
 
@@ -353,8 +354,7 @@ def install(monkeypatch) -> Counter[str]:
     few = lambda largest: sorted({min(64, largest), min(300, largest), largest})  # noqa: E731 (a CPU is slow)
     monkeypatch.setattr("nanoengine.backends.prompt_graphs.token_counts", few)
     monkeypatch.setattr("nanoengine.backends.triton_layers.TritonKernels", TritonKernels)
-    plain = lambda *given, plain: plain(*given)  # noqa: E731
-    monkeypatch.setattr("nanoengine.backends.triton_layers.draw_unfiltered", plain)
+    monkeypatch.setattr("nanoengine.backends.triton_layers.draw_chunks", draw_chunks)
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
     monkeypatch.setattr("nanoengine.backends.cpu.cpu_device.CPU", FakeGPU)

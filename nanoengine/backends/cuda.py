@@ -377,9 +377,9 @@ class CUDA(Device):
             with self.running():
                 self.no_fusion = fusion_obstacle(device)
         if self.no_fusion is None:
-            from nanoengine.backends.triton_layers import draw_unfiltered
+            from nanoengine.backends.triton_layers import draw_chunks
 
-            self.draw_unfiltered = draw_unfiltered
+            self.draw_chunks = draw_chunks
         self.no_linear = self.no_fusion  # why no weight can stay quantized
 
     @functools.cached_property

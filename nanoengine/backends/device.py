@@ -4,7 +4,6 @@ The subclasses `cpu_device.CPU` and `cuda.CUDA` override what can be faster ther
 has to distinguish processors.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
@@ -94,17 +93,6 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def in_chunks(logits: Tensor) -> tuple[Tensor, int]:
-    """Return logits (R, V) as chunks, (R, C, size), and their size. The last chunk is padded with -inf."""
-    # Most vocabulary sizes are divisible by 64. Others are padded, which takes a copy.
-    vocab_size = logits.shape[1]
-    divisor = math.gcd(vocab_size, 512)
-    size = divisor if divisor >= 64 else max(1, math.isqrt(vocab_size))
-    if missing := -vocab_size % size:
-        logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
-    return logits.view(len(logits), -1, size), size
-
-
 class Download:
     """Carries a tensor to the host. `read` waits for this tensor, but not for work queued after it."""
 
@@ -134,8 +122,8 @@ class Device:
     pack: Pack | None = None
     # A kernel that replaces `sampling.draw_rows`; None: there is none.
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
-    # A kernel for `sampling.draw_unfiltered`, which it takes as `plain`; None: there is none.
-    draw_unfiltered: Callable[..., Tensor] | None = None
+    # A kernel that replaces `sampling.draw_chunks`; None: there is none.
+    draw_chunks: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         self.bits = {"int4": 4, "int8": 8}.get(config.quantization or "", 0)  # to which it rounds weights

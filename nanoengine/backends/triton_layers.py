@@ -6,14 +6,12 @@ quickly, and CUDA graphs can hold them.
 
 from __future__ import annotations  # Triton's types do not exist without Triton
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoengine.backends.device import in_chunks
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.triton import kernel
 
@@ -115,12 +113,15 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 @kernel
 def _chunk_sums_kernel(  # type: ignore[no-untyped-def]
-    sums, logits, largest, divisors, num_chunks, SIZE: tl.constexpr, CHUNKS: tl.constexpr
+    sums, logits, largest, divisors, num_chunks,
+    SIZE: tl.constexpr, PAD: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of some chunks of a row per program."""
+    """Sum the weights of some chunks of a row per program. PAD is SIZE, rounded up to a power of two."""
     row, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
-    at = (row * num_chunks + chunks)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(logits + at, mask=(chunks < num_chunks)[:, None], other=0.0)
+    dims = tl.arange(0, PAD)
+    mask = (chunks < num_chunks)[:, None] & (dims < SIZE)[None, :]
+    at = (row * num_chunks + chunks)[:, None] * SIZE + dims[None, :]
+    x = tl.load(logits + at, mask=mask, other=-float("inf"))
     weights = _weight(x, tl.load(largest + row), tl.load(divisors + row))
     tl.store(sums + row * num_chunks + chunks, tl.sum(weights, 1), mask=chunks < num_chunks)
 
@@ -146,31 +147,28 @@ def _pick(weights, target, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel
 def _pick_kernel(  # type: ignore[no-untyped-def]
-    tokens, sums, logits, largest, divisors, u, num_chunks, SIZE: tl.constexpr, CHUNKS: tl.constexpr
+    tokens, sums, logits, largest, divisors, u, num_chunks,
+    SIZE: tl.constexpr, PAD: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Pick the chunk and the token of a row per program."""
-    row, chunks, at = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS), tl.arange(0, SIZE)
+    row, chunks, at = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS), tl.arange(0, PAD)
     of_chunks = tl.load(sums + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0).to(tl.float64)
     top = tl.load(largest + row)
     chunk, rest = _pick(of_chunks, tl.load(u + row) * tl.sum(of_chunks, 0), CHUNKS)
-    x = tl.load(logits + (row * num_chunks + chunk) * SIZE + at)
-    within, _ = _pick(_weight(x, top, tl.load(divisors + row)).to(tl.float64), rest, SIZE)
+    x = tl.load(logits + (row * num_chunks + chunk) * SIZE + at, mask=at < SIZE, other=-float("inf"))
+    within, _ = _pick(_weight(x, top, tl.load(divisors + row)).to(tl.float64), rest, PAD)
     tl.store(tokens + row, (chunk * SIZE + within).to(tl.int64))
 
 
-def draw_unfiltered(
-    logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor, plain: Callable[..., Tensor]
-) -> Tensor:
-    """Do what `plain`, sampler.py's `draw_unfiltered`, does, in one pass over the logits."""
-    chunks, size = in_chunks(logits)
-    if size != triton.next_power_of_2(size):  # an odd size of the vocabulary
-        return plain(logits, largest, divisors, u)
-    num_rows, num_chunks = chunks.shape[:2]
-    sums = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
-    tokens, side = torch.empty_like(u, dtype=torch.int64), max(1, WIDTH // size)
+def draw_chunks(chunks: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
+    """Do what `sampling.draw_chunks` does, in one pass over the logits."""
+    num_rows, num_chunks, size = chunks.shape
+    pad = triton.next_power_of_2(size)
+    sums = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=chunks.device)
+    tokens, side = torch.empty_like(u, dtype=torch.int64), max(1, WIDTH // pad)
     given = sums, chunks.contiguous(), largest, divisors
-    _chunk_sums_kernel[num_rows, -(-num_chunks // side)](*given, num_chunks, size, side)
-    _pick_kernel[(num_rows,)](tokens, *given, u, num_chunks, size, triton.next_power_of_2(num_chunks))
+    _chunk_sums_kernel[num_rows, -(-num_chunks // side)](*given, num_chunks, size, pad, side)
+    _pick_kernel[(num_rows,)](tokens, *given, u, num_chunks, size, pad, triton.next_power_of_2(num_chunks))
     return tokens
 
 

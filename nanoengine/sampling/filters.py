@@ -6,10 +6,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.backends.device import in_chunks, upload
+from nanoengine.backends.device import upload
 from nanoengine.backends.step_inputs import SamplingMetadata
 
 MAX_SELECTED = 1024  # largest top_k for which a selection is cheaper than a sort
+
+
+def in_chunks(logits: Tensor) -> tuple[Tensor, int]:
+    """Return logits (R, V) as chunks, (R, C, size), and their size. The last chunk is padded with -inf."""
+    # Most vocabulary sizes are divisible by 64. Others are padded, which takes a copy.
+    vocab_size = logits.shape[1]
+    divisor = math.gcd(vocab_size, 512)
+    size = divisor if divisor >= 64 else max(1, math.isqrt(vocab_size))
+    if missing := -vocab_size % size:
+        logits = torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
+    return logits.view(len(logits), -1, size), size
 
 
 def filter_logits(scaled: Tensor, metadata: SamplingMetadata) -> None:

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoengine.backends.device import in_chunks, upload
+from nanoengine.backends.device import upload
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
-from nanoengine.sampling.filters import MAX_SELECTED, filter_logits, keep_top, select_top
+from nanoengine.sampling.filters import MAX_SELECTED, filter_logits, in_chunks, keep_top, select_top
 from nanoengine.sampling.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 
@@ -146,7 +146,7 @@ class CachedRows:
             yield self._rows[first : first + MAX_ROWS], settings
 
 
-DrawUnfiltered = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+DrawChunks = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
 
 CACHED_LOGITS = 1 << 20  # number of float32 logits that fit in a CPU's caches
@@ -164,14 +164,14 @@ def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - largest).div_(divisors), largest  # in place: allocating costs more than the arithmetic
 
 
-def draw_unfiltered(logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
+def draw_chunks(chunks: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
     """Sample by inverse CDF in two levels: first a chunk of the vocabulary, then a token within it.
 
     A cumulative sum over the whole vocabulary would cost five times as much, and `torch.multinomial`
-    thirty times. A token of weight 0 is never sampled. Shapes: logits (R, V); each row's largest logit and
-    temperature, (R, 1) float32; u (R,) float64. Returns (R,) int64.
+    thirty times. A token of weight 0 is never sampled. Shapes: the logits in chunks, (R, C, size); each row's
+    largest logit and temperature, (R, 1) float32; u (R,) float64. Returns (R,) int64.
     """
-    chunks, size = in_chunks(logits)
+    size = chunks.shape[2]
     weights = (chunks.flatten(1).float() - largest).div_(divisors).exp_().view(chunks.shape)
     sums = weights.sum(-1).double().cumsum(-1)
     chunk, rest = _pick(sums, u * sums[:, -1])
@@ -181,12 +181,12 @@ def draw_unfiltered(logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor
 
 
 def draw_rows(
-    logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawUnfiltered = draw_unfiltered
+    logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawChunks = draw_chunks
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row in PyTorch. Return tokens, (R,) int64, and each row's largest logit, (R,).
 
     The largest logit is NaN if any logit of the row is NaN. The order is temperature, then min_p, top_k and
-    top_p, then one sample. The host does not wait for a GPU. `unfiltered` is `draw_unfiltered` or an
+    top_p, then one sample. The host does not wait for a GPU. `unfiltered` is `draw_chunks` or an
     equivalent kernel.
     """
     if not metadata.temperature.any():
@@ -246,9 +246,7 @@ def read_tokens(tokens: Tensor) -> list[int | None]:
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
-def _draw_part(
-    logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawUnfiltered
-) -> tuple[Tensor, Tensor]:
+def _draw_part(logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawChunks) -> tuple[Tensor, Tensor]:
     device, temperature = logits.device, metadata.temperature
     is_greedy = temperature == 0
     numbers = upload(np.stack((np.where(is_greedy, 1.0, temperature), metadata.u)), device)
@@ -260,7 +258,7 @@ def _draw_part(
     kinds: list[tuple[NDArray[np.bool_], Callable[..., Tensor]]] = [
         (with_k, _draw_selected),
         (filtered, _draw_filtered),
-        (~with_k & ~filtered, lambda *given: unfiltered(*given[:4])),
+        (~with_k & ~filtered, lambda *given: unfiltered(in_chunks(given[0])[0], *given[1:4])),
     ]
     for rows, draw in kinds:
         if rows.all():
@@ -287,7 +285,7 @@ def _draw_filtered(
         scaled, _ = scale_logits(part, divisors[rows])
         _filter(scaled, of_part)
         ones = torch.ones_like(divisors[rows])
-        tokens[rows] = draw_unfiltered(scaled, torch.zeros_like(ones), ones, u[rows])
+        tokens[rows] = draw_chunks(in_chunks(scaled)[0], torch.zeros_like(ones), ones, u[rows])
     return tokens
 
 

@@ -23,7 +23,7 @@ EDGES = [(1, 200), (1, 192), (1, 64), (22, 112), (3, 3)]  # splits of 64; a tile
 NO_POWERS_OF_2 = {"heads": 6, "head_dim": 24, "v_head_dim": 20}
 
 
-def execute(generation, lens, dtype, edit=None, module=backend, **settings):
+def execute(generation, lens, dtype, edit=None, module=backend, max_programs=None, **settings):
     """Check attention computed by emulated kernels. Splits are small, a program computes several of them, and
     memory that has not been written is NaN.
     """
@@ -33,7 +33,7 @@ def execute(generation, lens, dtype, edit=None, module=backend, **settings):
             patch.setattr(module, name, kernel)
         patch.setattr(module, "generation", lambda device: generation)
         patch.setattr(module, "MIN_SPAN", 64)
-        patch.setattr(module, "MAX_PROGRAMS", 2 * len(lens))
+        patch.setattr(module, "MAX_PROGRAMS", max_programs or 2 * len(lens))
         unwritten = functools.partial(torch.full, fill_value=torch.nan)
         patch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
         patch.setattr(torch.Tensor, "new_empty", lambda x, *shape: unwritten(shape, dtype=x.dtype))
@@ -218,7 +218,12 @@ REDUNDANT = {
 )
 def test_removing_any_barrier_fence_or_wait_is_noticed(generation, dtype, head_dim):
     lines = Path(backend.__file__).read_text().splitlines()
-    run = functools.partial(execute, generation, [(1, 300), (20, 250), (1, 40)], dtype, head_dim=head_dim)
+
+    def run(edit):  # programs that compute all splits of a sequence, and programs that share them
+        for max_programs in (6, 12):
+            arguments = generation, [(1, 300), (20, 250), (1, 40)], dtype, edit
+            execute(*arguments, head_dim=head_dim, max_programs=max_programs)
+
     seen, survivors = {}, []
     run(lambda ptx, named: seen.setdefault(str(named.get("DECODE", named.keys())), ptx))
     for original in seen.values():

@@ -507,7 +507,7 @@ def test_at_temperature_alone_a_kernel_leaves_one_pass_to_pytorch(monkeypatch):
     logits, metadata = many_rows(temperature=0.6)
     with Operators() as work:
         draw_rows(
-            logits, metadata, lambda logits, largest, divisors, u: torch.zeros(len(logits), dtype=torch.int64)
+            logits, metadata, lambda chunks, largest, divisors, u: torch.zeros(len(chunks), dtype=torch.int64)
         )
     assert work.entries < 1.2 * logits.numel()
     assert work.calls < 15
