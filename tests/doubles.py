@@ -259,12 +259,11 @@ class Tape(TorchDispatchMode):
         calls["piece"] += 1
         for function, args, kwargs, out in self.operators:
             repeated = function(*args, **kwargs)
-            if function._schema.is_mutable or any(
-                x is not None and x.alias_info for x in function._schema.returns
-            ):
-                continue  # it wrote to, or returned a view of, a tensor that was given
+            if function._schema.is_mutable:
+                continue  # it wrote to a tensor that was given
             for old, new in zip(*map(torch.utils._pytree.tree_leaves, (out, repeated)), strict=True):
-                if isinstance(old, Tensor):
+                # A schema does not say whether `to` or `reshape` returned a view of what it was given.
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
