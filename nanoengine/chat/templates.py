@@ -96,14 +96,16 @@ def with_known_roles(
 def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
     """Return the message with its text parts, joined on request. Raises ValueError for other parts.
 
-    A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template. Other content
-    that is no text, such as a tool's result, becomes JSON.
+    A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template. An object,
+    such as a tool's result, becomes JSON.
     """
     content = message.get("content", "")
     if not isinstance(content, list):
+        if not isinstance(content, str | dict | None):
+            raise ValueError(f"content must be text, a list of parts or an object, got {content!r:.80}")
         is_empty = content is None and not message.get("tool_calls")
-        is_text = content is None or isinstance(content, str)
-        text = "" if is_empty else content if is_text else json.dumps(content, ensure_ascii=False)
+        text = json.dumps(content, ensure_ascii=False) if isinstance(content, dict) else content
+        text = "" if is_empty else text
         return message | {"content": text} if "content" in message else message
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for i, part in enumerate(parts):
