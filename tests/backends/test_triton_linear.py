@@ -254,7 +254,7 @@ def test_what_cannot_stay_quantized_is_in_the_first_line(flash_doubles, tmp_path
             return lambda out, *args, **kwargs: out.fill_(0)
 
     monkeypatch.setattr(backend, "_linear_kernel", Idle())
-    backend.try_out.cache_clear()
+    backend._try_out.cache_clear()
     reason = "weights dequantized: triton_linear failed when tried: RuntimeError: it computed wrong results"
     assert line_of(quantized(*ODD)) == ([None, None], [reason])
     model = write(tmp_path, *CHECKPOINTS["awq"][:2])
@@ -267,7 +267,7 @@ def test_what_cannot_stay_quantized_is_in_the_first_line(flash_doubles, tmp_path
 
 @runs_kernels
 def test_a_kernel_that_works_is_used(flash_doubles):
-    backend.try_out.cache_clear()
+    backend._try_out.cache_clear()
     for shape in (ODD, BYTES):
         backend.try_out(backend.Form(shape[2], shape[3], int(shape[4])), BRAIN, torch.device(DEVICE))
 
@@ -324,9 +324,9 @@ def test_threads_that_pack_weights_wait_for_the_first_trial_of_a_kernel(monkeypa
         return torch.nn.functional.linear(x, self.weight)
 
     monkeypatch.setattr(backend.TritonLinear, "forward", forward)
-    backend._try_out.cache_clear()
+    backend.__try_out.cache_clear()
     arguments = backend.Form(8, 32), torch.float32, torch.device("cpu")
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: backend.try_out(*arguments), range(4))) == [None] * 4
-    backend._try_out.cache_clear()
+    backend.__try_out.cache_clear()
     assert calls == [1, 17]
