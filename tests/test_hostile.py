@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
-from nanoengine.cli import run as ask
+from nanoengine.cli import chat
 from nanoengine.detokenizer import MAX_PENDING, Detokenizer
 from tests.helpers import BAD_FIELDS, DEMO, Lines, byte_tokenizer, ctrl_c, table_checkpoint
 from tests.laws import check_laws
@@ -428,7 +428,7 @@ def test_scripts_report_errors_in_one_line(command, message, without_tokenizer, 
 def test_chat_rejects_bytes_that_are_not_text(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\nWho are you?\n"), "utf-8"))
-    ask.chat(["--max-tokens", "3"])
+    chat.main(["--max-tokens", "3"])
     shown = capsys.readouterr().out
     assert "messages must be valid Unicode" in shown
     assert shown.count("> ") == 3

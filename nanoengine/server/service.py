@@ -66,18 +66,17 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.events = events
+        self.events, self.last_sent = events, 0.0  # seconds of time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. `Gate` cancels this call when the client disconnects."""
-        last = time.monotonic()
+        self.last_sent = time.monotonic()
 
         async def keep_alive() -> None:
-            nonlocal last
             while True:
-                await asyncio.sleep(last + KEEP_ALIVE_SECONDS - time.monotonic())
-                if time.monotonic() >= last + KEEP_ALIVE_SECONDS:
-                    last = time.monotonic()
+                await asyncio.sleep(self.last_sent + KEEP_ALIVE_SECONDS - time.monotonic())
+                if time.monotonic() >= self.last_sent + KEEP_ALIVE_SECONDS:
+                    self.last_sent = time.monotonic()
                     await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
         async with aclosing(self.events):
@@ -87,7 +86,7 @@ class EventStream(StreamingResponse):
             waiting = asyncio.ensure_future(keep_alive())
             try:
                 async for content in self.events:
-                    last = time.monotonic()
+                    self.last_sent = time.monotonic()
                     await send({"type": "http.response.body", "body": content, "more_body": True})
             finally:
                 waiting.cancel()
