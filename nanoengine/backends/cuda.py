@@ -504,7 +504,8 @@ class CUDA(Device):
             return Forward(f", no graphs ({decodes.obstacles[0]})")
         try:
             forward = DecodeGraphs(decodes, GraphRecorder(self.capture_stream), self.send)
-            if not decodes.model.replaceable:
+            # Other ranks are told of padded batches only, not of how many tokens count.
+            if not decodes.model.replaceable or self.config.tensor_parallel_size > 1:
                 forward.remark += ", prompts without"
                 return forward
             return PromptGraphs(forward, decodes, Recorder(self.capture_stream), self.send)
