@@ -18,14 +18,15 @@ def load_once(model: str) -> dict[str, float]:
 
     seconds = {"start of Python": time.time() - psutil.Process().create_time()}
     start = time.perf_counter()
-    from nanoengine import LLM, SamplingParams, steps
+    from nanoengine import LLM, SamplingParams
+    from nanoengine.timing import log
 
     llm_class = LLM  # imports PyTorch and transformers
     seconds["import"] = time.perf_counter() - start
     handler = logging.Handler()
     handler.emit = lambda record: seconds.update([record.args] if record.levelno < logging.INFO else [])  # type: ignore
-    steps.log.addHandler(handler)
-    steps.log.setLevel(logging.DEBUG)
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
     start, known = time.perf_counter(), sum(seconds.values())
     llm = llm_class(model)
     loaded = time.perf_counter()
