@@ -104,9 +104,7 @@ def test_draft_tokens_run_in_the_graphs_of_decodes(in_float32, tmp_path_factory)
         replays = in_float32["replay"]
         answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
         metrics = llm.metrics()
-        assert (
-            llm.llm_engine.runner.forward.decodes.sizes[-1] == 4 * 5
-        )  # each sequence's token and its drafts
+        assert llm.llm_engine.runner.forward.decodes.sizes[-1] == 4 * 5  # its token and drafts for each
     assert answers == [greedy(reference, prompt, 40) for prompt in prompts]
     assert metrics["spec_decode_num_accepted_tokens"] > 20
     assert in_float32["replay"] - replays > metrics["num_steps"] / 2
