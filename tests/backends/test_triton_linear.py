@@ -324,9 +324,9 @@ def test_threads_that_pack_weights_wait_for_the_first_trial_of_a_kernel(monkeypa
         return torch.nn.functional.linear(x, self.weight)
 
     monkeypatch.setattr(backend.TritonLinear, "forward", forward)
-    backend.__try_out.cache_clear()
+    backend._try_out.cache_clear()
     arguments = backend.Form(8, 32), torch.float32, torch.device("cpu")
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: backend.try_out(*arguments), range(4))) == [None] * 4
-    backend.__try_out.cache_clear()
+    backend._try_out.cache_clear()
     assert calls == [1, 17]
