@@ -598,7 +598,7 @@ def run(script: Script) -> str:
     with quiet():
         for index in {index for visit in script.visits for index, _ in visit.asks}:
             truth(index)
-    loop, num_threads = Loop(random.Random(script.chance)), threading.active_count()
+    loop, before = Loop(random.Random(script.chance)), {*threading.enumerate()}
     with quiet(), virtual(loop):
         world = World(script, loop)
         playing = loop.create_task(world.play())
@@ -619,8 +619,11 @@ def run(script: Script) -> str:
             world.engine._thread.is_over = True
             world.engine.close()
             loop.end()
-    if threading.active_count() > num_threads:
-        raise Broken("a thread is left")
+    left = {*threading.enumerate()} - before
+    for thread in left:
+        thread.join(5.0)  # it was told to end, and ends when a core is free
+    if alive := [thread.name for thread in left if thread.is_alive()]:
+        raise Broken(f"threads are left: {alive}")
     return world.hash.hexdigest()
 
 
