@@ -252,7 +252,7 @@ def registers_full_blocks_only(nano: Any) -> None:
 
 @says("4")
 def registers_once_per_content(nano: Any) -> None:
-    """Of two blocks with the same tokens after the same prefix, only the first one is registered.
+    """`register_full_blocks` keeps the first of two blocks with the same tokens after the same prefix.
 
     Two sequences that compute the same tokens at the same time have such blocks. Both sequences continue from
     the same prefix, so the blocks that follow can be shared again.
