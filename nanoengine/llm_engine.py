@@ -357,6 +357,8 @@ class LLMEngine:
         if self._tracer is not None:
             self._tracer.close()
         self._outputs.clear()
+        if "_grammars" in vars(self):
+            self._grammars.close()
         self.core.close()
         if self.draft_model is not None:
             self.draft_model.runner.close()

@@ -235,6 +235,19 @@ def test_a_sequence_whose_mask_is_late_skips_steps_and_delays_no_other(num_block
         assert llm.metrics()["num_steps"] < 40 + 2 * len(late.token_ids), "no empty steps while it waits"
 
 
+def test_close_ends_the_threads_that_compute_masks(monkeypatch):
+    monkeypatch.setattr(constraints, "SLOW_SECONDS", -1.0)
+    before = {*threading.enumerate()}
+    with LLM(DEMO, num_kv_blocks=40, max_model_len=64) as llm:
+        answers(llm, [asking("regex", 3, temperature=2.0)])
+        begun = [one for one in threading.enumerate() if one not in before and "Executor" in one.name]
+        assert begun
+    for thread in begun:
+        thread.join(20)
+    assert not [thread.name for thread in begun if thread.is_alive()]
+    del llm  # a reference to a closed engine keeps no thread alive
+
+
 def test_a_trial_detects_a_slow_grammar(llm, monkeypatch):
     compiler, asked = llm.llm_engine._grammars.compiler, StructuredOutputsParams(regex="a+")
     assert not compiler.compile(asked).is_slow

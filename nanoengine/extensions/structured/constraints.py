@@ -103,6 +103,11 @@ class Grammars:
             raise ValueError(f"structured_outputs: {error}") from None
         return lambda: Constraint(self, grammar)
 
+    def close(self) -> None:
+        """End the threads once they have computed the masks that they began."""
+        for pool in (self.threads, self.slow_threads):
+            pool.shutdown(wait=False, cancel_futures=True)
+
     def fill_masks(self, items: Sequence[tuple["Constraint", SamplingRow]]) -> NDArray[np.uint32]:
         """Return the mask of each row, (rows, words) uint32, a bit per token. Several threads compute them.
 
