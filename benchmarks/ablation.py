@@ -14,9 +14,9 @@ WITHOUT = "nanoengine without "  # prefix of an engine's name, before the trick'
 
 
 def _plain_weights() -> None:
-    from nanoengine.backends.cpu import packed
+    from nanoengine.backends.cpu import packed_layers
 
-    packed.pack_linear = lambda layer, *_: layer
+    packed_layers.pack_linear = lambda layer, *_: layer
 
 
 def _small_pages() -> None:
@@ -24,9 +24,9 @@ def _small_pages() -> None:
 
 
 def _calls_per_layer() -> None:
-    from nanoengine.backends.cpu import packed
+    from nanoengine.backends.cpu import packed_layers
 
-    packed.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
+    packed_layers.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
 
 
 def _no_graphs() -> None:

@@ -26,7 +26,7 @@ from nanoengine.backends.cpu.pinned_threads import PinnedThreads
 from nanoengine.backends.host_memory import zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import Settings
-from nanoengine.backends.quantized import Form, Quantized
+from nanoengine.backends.quantization import Form, Quantized
 
 # Inputs and outputs of a layer's linear layers: Q, K and V; attention's output; gate and up; down.
 LINEARS = (1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoengine.backends.cpu import build, cpu_device, kernels, packed
+from nanoengine.backends.cpu import build, cpu_device, kernels, packed_layers
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PROCESSOR = os.environ.get("NEON_PROCESSOR", "armv8.2-a+dotprod")  # what the compiler calls it
@@ -109,7 +109,7 @@ def pytest_configure() -> None:
     """Install the emulated kernels before any test is imported."""
     kernels.Kernels = cpu_device.Kernels = EmulatedKernels  # type: ignore[misc, attr-defined]
     # A call of a whole layer hands addresses over. It calls these same functions.
-    packed.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
+    packed_layers.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -119,7 +119,7 @@ def test_penalized_tokens_are_those_of_transformers(settings, penalized, monkeyp
     path, prompts, params, expected = penalized
     for module in ("sampling.sampler", "engine"):
         monkeypatch.setattr(f"nanoengine.{module}.MAX_ROWS", 4)  # a sequence's drafts fall into two parts
-    monkeypatch.setattr("nanoengine.sampling.edits.MAX_ENTRIES", 60)
+    monkeypatch.setattr("nanoengine.sampling.penalties.MAX_ENTRIES", 60)
     rng, answers = random.Random(1), {tuple(p): e for p, e in zip(prompts, expected, strict=True)}
 
     def guess(seq, num_tokens):

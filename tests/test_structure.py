@@ -64,7 +64,7 @@ def test_there_are_no_circular_imports():
 
 
 def test_the_core_names_no_setting_no_model_and_no_extension():
-    for name in ("engine", "sampling.sampler", "sampling.logprobs", "sampling.edits", "outputs"):
+    for name in ("engine", "sampling.sampler", "sampling.logprobs", "sampling.penalties", "outputs"):
         imported = imports_of(FILES[name])
         assert not [module for module in imported if module.startswith(UNKNOWN_TO_THE_CORE)], name
 

@@ -33,8 +33,7 @@ from nanoengine.backends.device import (
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
 from nanoengine.backends.prompt_graphs import PromptGraphs, Recorder
-from nanoengine.backends.quantize import round_weights
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.quantization import Quantized, round_weights
 from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.config import EngineConfig
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoengine.backends.host_memory import Available, available_memory
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.paged_attention import BuildAttention, PagedAttention, TorchAttention
-from nanoengine.backends.quantized import Pack
+from nanoengine.backends.quantization import Pack
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
 from nanoengine.config import EngineConfig
 

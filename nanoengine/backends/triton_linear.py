@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoengine.backends.quantized import Form, Quantized
+from nanoengine.backends.quantization import Form, Quantized, quantize
 from nanoengine.backends.triton import _dot, generation, kernel
 
 with suppress(ImportError):  # Windows, and PyTorch for the CPU
@@ -120,8 +120,6 @@ class TritonLinear(nn.Module):
 
     def rounded(self, weight: Tensor) -> TritonLinear:
         """Return a layer made from rows of a new weight, (rows, in), rounded like this one."""
-        from nanoengine.backends.quantize import quantize
-
         integers = quantize(weight.to("cpu", self.dtype), self.form.bits)
         return TritonLinear(integers, None, self.dtype, self.packed.device)
 

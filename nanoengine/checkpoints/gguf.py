@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.quantization import Quantized
 from nanoengine.checkpoints.safetensors_files import (
     TensorHeader,
     UnsupportedModelError,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.quantization import Quantized
 from nanoengine.checkpoints.safetensors_files import Files, TensorHeader, UnsupportedModelError
 
 Tensors = Mapping[str, Tensor]  # the parts of one weight, by the ends of their names

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.quantization import Quantized
 from nanoengine.signals import uninterrupted
 
 

@@ -90,7 +90,7 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
     if device.type == "cpu":
         with suppress(ModuleNotFoundError, RuntimeError):  # no backends/cpu; no compiler
             from nanoengine.backends.cpu.kernels import Kernels
-            from nanoengine.backends.cpu.packed import pack_linear
+            from nanoengine.backends.cpu.packed_layers import pack_linear
 
             packs = [lambda layer: pack_linear(layer, None)]
             packs.append(partial(pack_linear, kernels=Kernels()))

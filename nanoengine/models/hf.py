@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention
-from nanoengine.backends.quantized import Pack, Quantized, floats
+from nanoengine.backends.quantization import Pack, Quantized, floats
 from nanoengine.checkpoints.checkpoint import SERVED_DTYPES, Checkpoint
 from nanoengine.checkpoints.hf_config import (
     ATTENTION_NAME,

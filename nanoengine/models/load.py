@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from nanoengine.backends.quantized import Pack, PackedEmbedding, Quantized, floats
+from nanoengine.backends.quantization import Pack, PackedEmbedding, Quantized, floats
 from nanoengine.backends.threads import on_all_cores
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.checkpoints.safetensors_files import (

@@ -114,7 +114,7 @@ class CachedRows:
     @cached_property
     def counts(self) -> Any:
         """The token counts of all sequences, created when the first penalty needs them."""
-        from nanoengine.sampling.edits import TokenCounts  # most requests edit nothing
+        from nanoengine.sampling.penalties import TokenCounts  # most requests edit nothing
 
         return TokenCounts(self.max_num_seqs, self.max_model_len)
 
@@ -230,7 +230,7 @@ def draw_tokens(
     if needs_float32 or processors:
         logits = logits.to(torch.float32 if needs_float32 else logits.dtype, copy=True)
         if settings.edit_logits:
-            from nanoengine.sampling.edits import edit_logits
+            from nanoengine.sampling.penalties import edit_logits
 
             edit_logits(logits, rows, settings)
         for kind in sorted(processors, key=lambda kind: kind.is_mask):

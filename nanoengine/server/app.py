@@ -10,8 +10,8 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from nanoengine.server.connections import Gate
 from nanoengine.server.openai_api import APIError
+from nanoengine.server.request_guard import Gate
 from nanoengine.server.responses import responses
 from nanoengine.server.service import Service
 

@@ -32,7 +32,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.flags import FlexibleArgumentParser, add_flags, argparse_type, settings_of, value_of
 from nanoengine.sampling_params import check_number, check_strings
 from nanoengine.server.app import make_app
-from nanoengine.server.connections import Connection
+from nanoengine.server.request_guard import Connection
 from nanoengine.server.service import Service
 
 REPORT_SECONDS = 10  # between two lines about the engine's load

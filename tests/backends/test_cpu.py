@@ -18,7 +18,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.build import FLAGS, load_library
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cpu.kernels import TYPES, Kernels
-from nanoengine.backends.cpu.packed import pack_weights
+from nanoengine.backends.cpu.packed_layers import pack_weights
 from nanoengine.backends.cpu.pinned_threads import place
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device
@@ -431,7 +431,7 @@ def test_a_plain_weight_is_freed_before_the_next_is_packed(monkeypatch):
         plain.append(weakref.ref(layer))
         return nn.Identity()
 
-    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", pack)
+    monkeypatch.setattr("nanoengine.backends.cpu.packed_layers.pack_linear", pack)
     pack_weights(model, None)
     assert [type(layer[0]) for layer in model[1:]] == [nn.Identity] * 3
     assert len(plain) == 3

@@ -278,7 +278,7 @@ def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypa
     monkeypatch.setattr(linear, "generation", lambda device: "sm90")
     # These look at numbers, of which there are none.
     monkeypatch.setattr(linear, "try_out", lambda *_: None)
-    monkeypatch.setattr("nanoengine.backends.quantized.Quantized.fitted", lambda self, dtype: self)
+    monkeypatch.setattr("nanoengine.backends.quantization.Quantized.fitted", lambda self, dtype: self)
     monkeypatch.setattr(torch, "equal", lambda *_: True)
     with fake_gpu:
         line = walk(path, SETTINGS[:3], quantization="int4")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanoengine.backends.cpu.kernels import Kernels
-from nanoengine.backends.cpu.packed import PackedLinear
+from nanoengine.backends.cpu.packed_layers import PackedLinear
 from tests.backends.test_kernels import quantized
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -19,12 +19,11 @@ from torch import nn
 from nanoengine.backends import int8_cache
 from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels
-from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
+from nanoengine.backends.cpu.packed_layers import CompiledLayer, PackedLinear, pack_weights
 from nanoengine.backends.cpu.state_kernels import StateKernels
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.paged_attention import GroupedAttention, Settings
-from nanoengine.backends.quantize import quantize
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.quantization import Quantized, quantize
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import DecoderLayer, RMSNorm, rotate
 from tests.attention import metadata_of

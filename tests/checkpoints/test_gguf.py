@@ -19,7 +19,7 @@ import torch
 import transformers
 from tokenizers import models, pre_tokenizers, trainers
 
-from nanoengine.backends.quantized import floats
+from nanoengine.backends.quantization import floats
 from nanoengine.checkpoints.gguf import ENDS, SCALARS, GGUFFile, Header
 from nanoengine.checkpoints.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
 from nanoengine.models.decoder import Decoder

@@ -150,7 +150,7 @@ def test_the_limits_are_those_of_the_fastest_accurate_precision(dtype, rates, ba
         layer.__class__ = layer_class
         return layer
 
-    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", pack)
+    monkeypatch.setattr("nanoengine.backends.cpu.packed_layers.pack_linear", pack)
     monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: self)  # a gigabyte that is never read
     limits = measure_limits(dtype, "cpu")
     assert limits["bandwidth"] == pytest.approx(bandwidth)

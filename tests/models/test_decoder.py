@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.onednn import OneDNNLinear
-from nanoengine.backends.cpu.packed import PackedLinear
+from nanoengine.backends.cpu.packed_layers import PackedLinear
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import RMSNorm
 from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
@@ -87,7 +87,7 @@ def test_packing_the_weights_for_the_cpu_changes_no_result(name, tmp_path_factor
     ours = results()
     monkeypatch.setattr("nanoengine.backends.cpu.kernels.Kernels.can_multiply", lambda self, *_: False)
     assert results() == pytest.approx(ours, abs=0.02)
-    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", lambda layer, *_: layer)
+    monkeypatch.setattr("nanoengine.backends.cpu.packed_layers.pack_linear", lambda layer, *_: layer)
     assert results() == pytest.approx(ours, abs=0.02)
     assert layouts[2] is nn.Linear
     assert layouts[1] is (OneDNNLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else nn.Linear)

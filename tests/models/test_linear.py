@@ -9,7 +9,7 @@ from torch import nn
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.kernels import Kernels
-from nanoengine.backends.cpu.packed import PackedLinear, pack_weights
+from nanoengine.backends.cpu.packed_layers import PackedLinear, pack_weights
 from nanoengine.models.linear_layers import use_linear_layers
 from tests.helpers import VOCAB, checkpoint, greedy, hf_model, random_prompts
 
@@ -86,7 +86,7 @@ def test_experts_of_a_layer_are_freed_before_the_next_are_packed(monkeypatch):
         plain.setdefault(here, []).append(weakref.ref(layer))
         return nn.Identity()
 
-    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", pack)
+    monkeypatch.setattr("nanoengine.backends.cpu.packed_layers.pack_linear", pack)
     pack_weights(model, None)
     assert sorted(map(len, plain.values()))[-4:] == [4] * 4  # of each layer two parameters, four experts
 

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.backends.quantized import PackedEmbedding
+from nanoengine.backends.quantization import PackedEmbedding
 from nanoengine.checkpoints.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
-from nanoengine.sampling.edits import edit_logits
+from nanoengine.sampling.penalties import edit_logits
 from nanoengine.sampling.sampler import (
     FILTERED_ROWS,
     RowSettings,

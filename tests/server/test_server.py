@@ -588,7 +588,7 @@ def test_a_reader_that_stops_reading_is_disconnected(monkeypatch, caplog):
         with held_steps(service.engine) as steps:
             client.sendall(post_in_bytes("/v1/completions", asked))
             wait_until(lambda: steps.is_held)
-            monkeypatch.setattr("nanoengine.server.connections.CLIENT_SECONDS", 0.5)
+            monkeypatch.setattr("nanoengine.server.request_guard.CLIENT_SECONDS", 0.5)
         wait_until(lambda: service.num_samples == 0 and caplog.records)
         assert json.loads(caplog.records[-1].message)["disconnected"]  # though its connection is open
         wait_until(lambda: is_empty(service))

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from nanoengine.backends.cpu.build import NoKernelsError
 from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels, dtype_name
-from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
+from nanoengine.backends.cpu.packed_layers import CompiledLayer, PackedLinear, pack_weights
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
 from nanoengine.backends.device import Attention, Device
 from nanoengine.backends.host_memory import keep_freed_memory
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.quantization import Quantized
 from nanoengine.config import EngineConfig
 
 

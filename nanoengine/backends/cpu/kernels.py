@@ -13,7 +13,7 @@ from nanoengine.backends.cpu.build import NoKernelsError, load_library
 from nanoengine.backends.host_memory import zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.paged_attention import Settings
-from nanoengine.backends.quantized import Form, Quantized
+from nanoengine.backends.quantization import Form, Quantized
 from nanoengine.backends.step_inputs import SamplingMetadata
 from nanoengine.signals import unwound_by_sigterm
 

@@ -9,7 +9,7 @@ from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels, as_int64
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.paged_attention import GroupedAttention, PagedAttention
-from nanoengine.backends.quantized import Form, Quantized, replace_linears
+from nanoengine.backends.quantization import Form, Quantized, quantize, replace_linears
 
 
 class PackedLinear(nn.Module):
@@ -57,8 +57,6 @@ class PackedLinear(nn.Module):
         weight = weight.to(self.packed.device, self.dtype)
         if not self.form.bits:
             return self.kernels.pack(weight)
-        from nanoengine.backends.quantize import quantize
-
         return self.kernels.pack_integers(quantize(weight, self.form.bits), self.form.activation_bits)
 
     def holds(self, weight: Tensor) -> bool:
@@ -96,8 +94,6 @@ def pack_linear(
     """
     weight: Tensor = layer.weight
     if kernels is not None and bits:
-        from nanoengine.backends.quantize import quantize
-
         return PackedLinear(quantize(weight, bits), layer.bias, kernels, weight.dtype, activation_bits)
     if kernels is not None and kernels.can_multiply(weight):
         return PackedLinear(weight, layer.bias, kernels, weight.dtype)
