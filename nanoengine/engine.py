@@ -133,9 +133,9 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens, known and pending: once all known ones are computed, the next is pending.
+        """The number of tokens. Once a step computes the last known one, the next is pending, and counts.
 
-        A preemption sets num_computed_tokens to 0, so a token that is pending counts again once it is known.
+        A preemption resets num_computed_tokens, and then only known tokens count.
         """
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
         return num_known if num_known > num_computed else num_computed + 1
@@ -217,9 +217,9 @@ class BlockManager:
     last freed one in front because it may still be in the CPU's cache. Registered blocks follow, the least
     recently used first. The queue is an ordered dict, from whose middle a hit removes its block in O(1).
 
-    A lookup follows the prefixes from block to block. A dict finds each by its key and its parent: by the
-    chained hash first, in O(1), and then it compares both, so a collision cannot cause a wrong hit. Once a
-    block and its twins are evicted, their prefix is gone, and the blocks after it are never found again.
+    A lookup goes from block to block. `prefixes` finds the next prefix in O(1), by the chained hash, and also
+    compares the tokens and the parent, so a collision of hashes cannot cause a wrong hit. Once a block and
+    its twins are evicted, their prefix is deleted, and no lookup gets to the blocks after it.
     This class combines vLLM's BlockPool and KVCacheManager. Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
 
@@ -416,8 +416,8 @@ class Chunk(NamedTuple):
     start: int
     end: int
     samples: bool  # whether a token is sampled after the last one; False: known tokens are left to compute
-    # The list that holds [start, end): the sequence's own, which only grows and lacks pending tokens, or a
-    # longer copy that ends with draft tokens (extensions/speculate.py).
+    # Holds the tokens [start, end), except a pending one. This is the sequence's own list, to which `update`
+    # appends, or a copy of it with draft tokens at its end (extensions/speculate.py).
     token_ids: list[int]
 
 
@@ -587,7 +587,7 @@ class Scheduler:
 
     def append_token(self, seq: Sequence, token_id: int | None) -> None:
         """Append a token, or None if none could be sampled. Finish the sequence if it is complete."""
-        if self.tell is not tell_nobody:  # the one event per sequence and step
+        if self.tell is not tell_nobody:  # saves a call per sequence and step
             self.tell("sampled", seq, token_id)
         if token_id is None:
             self.finish(seq, "error", why_undrawn(seq.processors))
@@ -792,7 +792,7 @@ class ModelRunner:
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
                 return Launch(batch, None, None, Reports([], prompt_reports))
-            results = []
+            results = []  # of at most MAX_ROWS rows at a time: logits (MAX_ROWS, vocabulary) are large
             parts = torch.split(hidden[inputs.sample_rows], MAX_ROWS)
             for part, (rows, settings) in zip(parts, self.rows.parts(batch, inputs), strict=True):
                 logits = compute_logits(part)
