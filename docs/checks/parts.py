@@ -36,7 +36,7 @@ def part_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @says("9")
-def merges_parts(mini: Any) -> None:
+def merges_parts(student: Any) -> None:
     """Two parts are merged at the larger of their largest scores: the other part's sums shrink."""
     scores, v = 5 * random_tensor(2, 6), random_tensor(2, 6, 3, seed=1)
     for split in 1, 3, 5:
@@ -44,7 +44,7 @@ def merges_parts(mini: Any) -> None:
         for one, other in parts, parts[::-1]:
             for what, got, expected in zip(
                 ("The largest score", "The sum of the weights", "The weighted sum"),
-                mini.merge(one, other),
+                student.merge(one, other),
                 part_of(scores, v),
                 strict=True,
             ):
@@ -52,18 +52,18 @@ def merges_parts(mini: Any) -> None:
 
 
 @says("9")
-def merges_large_scores(mini: Any) -> None:
+def merges_large_scores(student: Any) -> None:
     """Scores of several hundreds do not overflow: only differences to the largest score are exponentiated."""
     v = random_tensor(1, 2, 3)
     scores = torch.tensor([[300.0, 301.0]])
-    merged = mini.merge(part_of(scores[:, :1], v[:, :1]), part_of(scores[:, 1:], v[:, 1:]))
+    merged = student.merge(part_of(scores[:, :1], v[:, :1]), part_of(scores[:, 1:], v[:, 1:]))
     expect_close(
         "The result", merged[2] / merged[1].unsqueeze(1), (scores.softmax(1).unsqueeze(2) * v).sum(1)
     )
 
 
 @says("9")
-def attends_through_the_table(mini: Any) -> None:
+def attends_through_the_table(student: Any) -> None:
     """Position p is in block block_table[p // block_size]. Slots after the last token are never read.
 
     With 4 query heads and 2 KV heads, query heads 0 and 1 read KV head 0. Scores are divided by the square
@@ -77,7 +77,7 @@ def attends_through_the_table(mini: Any) -> None:
         used[[table[i // 4] * 4 + i % 4 for i in range(seq_len)]] = True
         caches.flatten(1, 2)[:, ~used] = float("nan")
         q = 3 * random_tensor(heads, 8, seed=1)
-        got = mini.attend_blocks(q, caches[0], caches[1], table, seq_len)
+        got = student.attend_blocks(q, caches[0], caches[1], table, seq_len)
         expect_close(f"Attention to {seq_len} tokens with {heads} query heads", got, dense(q, k, v))
 
 
@@ -304,31 +304,31 @@ def samples_with_temperature(nano: Any) -> None:
 
 
 @says("12")
-def skips_blocks(mini: Any) -> None:
+def skips_blocks(student: Any) -> None:
     """With a window of 6, position 16 attends to 11 to 16: it needs neither block 0 nor block 1."""
     for position, window, block_size, expected in [
         (16, 6, 4, 2), (17, 6, 4, 3), (5, 6, 4, 0), (0, 6, 4, 0), (9, 6, 4, 1), (8, 6, 4, 0), (20, 1, 4, 5),
         (16, 6, 3, 3), (1000, 128, 16, 54),
     ]:  # fmt: skip
         what = f"Skipped blocks of {block_size} at position {position} with a window of {window}"
-        expect(what, mini.num_skipped_blocks(position, window, block_size), expected)
+        expect(what, student.num_skipped_blocks(position, window, block_size), expected)
 
 
 @says("12")
-def hits_need_the_window_only(mini: Any) -> None:
+def hits_need_the_window_only(student: Any) -> None:
     """A prefix is a hit if the blocks that its next token attends to are cached. Earlier ones may be gone."""
     for found, expected in [
         ("yyyyy", 5), ("nnnyy", 5), ("nyyny", 3), ("nnyny", 0), ("ynnnn", 1), ("yynny", 2), ("nnnnn", 0),
         ("", 0), ("nnyyn", 4),
     ]:  # fmt: skip
-        hit = mini.window_hit([letter == "y" for letter in found], 6, 4)
+        hit = student.window_hit([letter == "y" for letter in found], 6, 4)
         expect(f"Blocks hit, where y is cached in {found!r} (window 6, blocks of 4)", hit, expected)
-    expect("Blocks hit with a window of 1", mini.window_hit([False, False], 1, 4), 2)
-    expect("Blocks hit with blocks of 3", mini.window_hit([False, True, True], 6, 3), 3)
+    expect("Blocks hit with a window of 1", student.window_hit([False, False], 1, 4), 2)
+    expect("Blocks hit with blocks of 3", student.window_hit([False, True, True], 6, 3), 3)
 
 
 @says("13")
-def verifies_in_proportion(mini: Any) -> None:
+def verifies_in_proportion(student: Any) -> None:
     """A verified token is distributed as p, for any q that the draft was sampled from."""
     p = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     grid = [(i + 0.5) / 30 for i in range(30)]
@@ -337,25 +337,25 @@ def verifies_in_proportion(mini: Any) -> None:
         for draft, share in enumerate(q):
             for u in grid if share else []:
                 for v in grid[1::3]:
-                    token = mini.verify(draft, p, torch.tensor(q, dtype=torch.float64), u, v)
+                    token = student.verify(draft, p, torch.tensor(q, dtype=torch.float64), u, v)
                     shares[token] += share / 300
         expect_close(f"The distribution with q = {q}", shares, p, atol=0.03)
 
 
 @says("13")
-def accepts_what_p_prefers(mini: Any) -> None:
+def accepts_what_p_prefers(student: Any) -> None:
     """A draft to which p gives more probability than q does is always accepted."""
     p, q = torch.tensor([0.6, 0.4]), torch.tensor([0.3, 0.7])
-    expect("The token", {mini.verify(0, p, q, u / 10, 0.9) for u in range(10)}, {0})
-    expect("The token, p(draft) = 0", mini.verify(0, torch.tensor([0.0, 1.0]), q, 0.0, 0.5), 1)
+    expect("The token", {student.verify(0, p, q, u / 10, 0.9) for u in range(10)}, {0})
+    expect("The token, p(draft) = 0", student.verify(0, torch.tensor([0.0, 1.0]), q, 0.0, 0.5), 1)
 
 
 @says("20")
-def rounds_to_the_grid(mini: Any) -> None:
+def rounds_to_the_grid(student: Any) -> None:
     """A group's smallest number becomes 0 and its largest 15. No number is off by over half a scale."""
     weight = random_tensor(3, 64) + 1
     for group_size in 16, 32:
-        integers, scales, zeros = mini.quantize(weight.clone(), group_size)
+        integers, scales, zeros = student.quantize(weight.clone(), group_size)
         expect(
             "The shapes of integers and scales",
             (integers.shape, scales.shape),
@@ -373,11 +373,11 @@ def rounds_to_the_grid(mini: Any) -> None:
 
 
 @says("20")
-def groups_are_separate(mini: Any) -> None:
+def groups_are_separate(student: Any) -> None:
     """A group along a row has its own scale: a large number spoils only its group. Equal numbers work."""
     weight = random_tensor(2, 32)
     weight[0, 0], weight[1, 16:] = 100.0, 0.25
-    integers, scales, zeros = mini.quantize(weight.clone(), 16)
+    integers, scales, zeros = student.quantize(weight.clone(), 16)
     again = (integers.view(2, 2, 16) * scales.unsqueeze(2) + zeros.unsqueeze(2)).flatten(1)
     expect_close("The group next to a large number", again[0, 16:], weight[0, 16:], atol=0.2)
     expect_close("A group of equal numbers", again[1, 16:], weight[1, 16:])
@@ -385,23 +385,23 @@ def groups_are_separate(mini: Any) -> None:
 
 
 @says("20")
-def packs_two_in_a_byte(mini: Any) -> None:
+def packs_two_in_a_byte(student: Any) -> None:
     """Columns 0 and 1 share the first byte: column 0 in the low 4 bits, column 1 in the high 4 bits."""
     integers = torch.tensor([[1, 2, 15, 0], [7, 8, 0, 15]], dtype=torch.uint8)
-    packed = mini.pack(integers.clone())
+    packed = student.pack(integers.clone())
     expect("The bytes of [[1, 2, 15, 0], [7, 8, 0, 15]]", packed.tolist(), [[33, 15], [135, 240]])
     expect("The dtype", packed.dtype, torch.uint8)
 
 
 @says("20")
-def unpacks(mini: Any) -> None:
+def unpacks(student: Any) -> None:
     """`unpack` returns the columns in the order that `pack` got them."""
     packed = torch.tensor([[33, 15], [135, 240]], dtype=torch.uint8)
-    expect("The integers", mini.unpack(packed).tolist(), [[1, 2, 15, 0], [7, 8, 0, 15]])
+    expect("The integers", student.unpack(packed).tolist(), [[1, 2, 15, 0], [7, 8, 0, 15]])
 
 
 @says("20")
-def multiplies(mini: Any) -> None:
+def multiplies(student: Any) -> None:
     """The product equals x times the numbers that the integers stand for, for any number of rows."""
     for rows, num_outputs, num_inputs, group_size in (1, 5, 64, 32), (3, 4, 32, 8):
         x, seed = random_tensor(rows, num_inputs, seed=1), rows
@@ -411,5 +411,5 @@ def multiplies(mini: Any) -> None:
         zeros = random_tensor(num_outputs, num_inputs // group_size, seed=3)
         weight = integers.view(num_outputs, -1, group_size) * scales.unsqueeze(2) + zeros.unsqueeze(2)
         expect_close(
-            "The product", mini.multiply(x, packed, scales, zeros), x @ weight.flatten(1).T, atol=1e-3
+            "The product", student.multiply(x, packed, scales, zeros), x @ weight.flatten(1).T, atol=1e-3
         )
