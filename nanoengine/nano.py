@@ -181,12 +181,11 @@ def gathered_attention(q: Tensor, cache: Cache, inputs: ModelInputs) -> Tensor:
         tables = inputs.block_tables[seqs, : num_blocks_for(key_len, cache[0].shape[1])]
         gathered = (x.index_select(0, tables.flatten()).view(len(seqs), -1, *x.shape[2:]) for x in cache)
         k, v = (x[:, :key_len].transpose(1, 2) for x in gathered)  # (sequences, K, L, D)
-        rows = (inputs.cu_seqlens_q[seqs].unsqueeze(1) + torch.arange(length, device=q.device)).flatten()
-        queries = q[rows].view(len(seqs), -1, *q.shape[1:]).transpose(1, 2)  # (sequences, H, rows, D)
+        rows = inputs.cu_seqlens_q[seqs].unsqueeze(1) + torch.arange(length, device=q.device)
         last_seen = inputs.positions[rows].view(len(seqs), 1, -1, 1)  # a token sees the keys up to its own
-        is_seen = torch.arange(key_len, device=q.device) <= last_seen
-        attended = F.scaled_dot_product_attention(queries, k, v, is_seen, enable_gqa=True)
-        out[rows] = attended.transpose(1, 2).flatten(0, 1)
+        is_seen = torch.arange(key_len, device=q.device) <= last_seen  # (sequences, 1, rows, L)
+        attended = F.scaled_dot_product_attention(q[rows].transpose(1, 2), k, v, is_seen, enable_gqa=True)
+        out[rows] = attended.transpose(1, 2)
     return out
 
 
@@ -518,20 +517,21 @@ def sample(logits: Tensor, temperature: Array, top_k: Array, top_p: Array, u: Ar
 
     The probabilities are laid end to end from 0 to 1, and the token whose interval contains u is taken.
     """
-    best = logits.argmax(-1)
     if not temperature.any():
-        return best
+        return logits.argmax(-1)
     settings = torch.from_numpy(np.stack((temperature, top_k, top_p, u)))
     t, k, p, numbers = settings.to(logits.device, non_blocking=True).unsqueeze(2)  # (R, 1) each
     is_sampled = t > 1e-5  # a lower temperature has the effect of 0, but the quotient might overflow
-    probabilities = (logits.float() / t.where(is_sampled, 1).float()).softmax(-1)
+    probabilities = (logits / t.where(is_sampled, 1).float()).softmax(-1)  # in float32
     if top_k.any() or (top_p < 1).any():
         probabilities = keep_probable(probabilities, k, p)
-    ends = probabilities.cumsum(-1, dtype=torch.float64)  # of the intervals
+    ends = probabilities.double().cumsum_(-1)  # of the intervals
     total = ends[:, -1:]  # u * total may be rounded up to it, where no interval is left
     numbers = torch.minimum(numbers * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(ends, numbers, right=True)
-    return torch.where(is_sampled, tokens, best.unsqueeze(1)).squeeze(1)
+    if temperature.min() <= 1e-5:
+        tokens = tokens.where(is_sampled, logits.argmax(-1, keepdim=True))
+    return tokens.squeeze(1)
 
 
 # ---- ModelRunner: from chunks to sampled tokens (lesson 10) --------------------------------------
