@@ -202,8 +202,10 @@ class SamplingParams:
     seed: int | None = None  # None: a random one
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_tokens >= 1):
-            raise ValueError(f"temperature and top_k must be >= 0, top_p in (0, 1], max_tokens >= 1: {self}")
+        in_range = self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_tokens >= 1
+        if not in_range or any(number % 1 for number in (self.top_k, self.max_tokens, self.seed or 0)):
+            needs = "temperature >= 0, 0 < top_p <= 1, integers top_k >= 0, max_tokens >= 1 and seed"
+            raise ValueError(f"an answer needs {needs}, not {self}")
 
 
 @dataclass(slots=True, eq=False)
@@ -635,8 +637,8 @@ class LLM:
         enforce_eager: bool = False,  # do not capture CUDA graphs
         enable_prefix_caching: bool = True,
     ) -> None:
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size must be 1, not {tensor_parallel_size}")
+        if tensor_parallel_size != 1 or min(max_num_seqs, max_num_batched_tokens) < 1:
+            raise ValueError("tensor_parallel_size must be 1, max_num_seqs and max_num_batched_tokens >= 1")
         path = Path(model).expanduser()
         if not path.is_dir():
             files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -648,24 +650,21 @@ class LLM:
             self.model_runner = runner = ModelRunner(loaded, block_size)
         except KeyError as error:
             raise ValueError(f"{path} has no tensor {error}") from error
-        model_len = min(max_model_len or (1 << 30), loaded.config.max_position_embeddings)
-        max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        model_len = min(max_model_len or 1 << 30, loaded.config.max_position_embeddings)
+        batch = min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens
         if num_kvcache_blocks == -1:
-            num_kvcache_blocks = runner.count_blocks(
-                gpu_memory_utilization, max_num_seqs, max_num_batched_tokens
-            )
+            num_kvcache_blocks = runner.count_blocks(gpu_memory_utilization, *batch)
         if num_kvcache_blocks < 1:
             raise ValueError("no memory is left for the KV cache")
         runner.allocate_kv_cache(num_kvcache_blocks)
         if loaded.use_flash and not enforce_eager:
-            runner.capture_graphs(max_num_seqs, model_len)
+            runner.capture_graphs(batch[0], model_len)
         files = [file.name for file in path.iterdir()]
         has_settings, has_tokenizer = "generation_config.json" in files, "tokenizer_config.json" in files
         eos = (GenerationConfig.from_pretrained(path) if has_settings else loaded.config).eos_token_id
         self.stop_ids = frozenset(eos if isinstance(eos, list) else [eos])
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
-        limits = max_num_seqs, max_num_batched_tokens, model_len
-        blocks = num_kvcache_blocks, block_size, enable_prefix_caching
+        blocks, limits = (num_kvcache_blocks, block_size, enable_prefix_caching), (*batch, model_len)
         self.make_scheduler: Callable[[], Scheduler] = lambda: Scheduler(BlockManager(*blocks), *limits)
         self.scheduler = self.make_scheduler()
 
@@ -673,18 +672,22 @@ class LLM:
         """Return a prompt as a sequence. Raises ValueError if it cannot be answered."""
         if isinstance(prompt, str) and self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: pass lists of token ids")
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = np.array(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         vocab_size, limit = self.model_runner.model.config.vocab_size, self.scheduler.max_num_tokens
-        if not (0 < len(token_ids) < limit and 0 <= min(token_ids) <= max(token_ids) < vocab_size):
-            found = f"{len(token_ids)} from {min(token_ids, default=0)} to {max(token_ids, default=0)}"
-            raise ValueError(f"a prompt needs 1 to {limit - 1} token ids in [0, {vocab_size}), not {found}")
-        seed = random.SystemRandom().getrandbits(64) if params.seed is None else params.seed % 2**64
+        is_list = ids.ndim == 1 and ids.dtype.kind in "iu"  # of integers
+        if not (is_list and 0 < len(ids) < limit and 0 <= ids.min() <= ids.max() < vocab_size):
+            needs = f"1 to {limit - 1} token ids in [0, {vocab_size})"
+            raise ValueError(f"a prompt needs {needs}, not {ids.size}: {str(prompt)[:60]}")
+        seed = random.SystemRandom().getrandbits(64) if params.seed is None else int(params.seed) % 2**64
         stop_ids = frozenset() if params.ignore_eos else self.stop_ids
-        return Sequence(token_ids, params, len(token_ids), seed, stop_ids)
+        return Sequence(ids.tolist(), params, len(ids), seed, stop_ids)
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool = True) -> list[dict[str, Any]]:
         """Answer texts or lists of token ids, with one SamplingParams for all or a list of one for each."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many SamplingParams, or a single one: {params}")
         seqs = [self.make_sequence(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         for seq in seqs:
             self.scheduler.add(seq)

@@ -1,5 +1,6 @@
 """nano.py against transformers, the full engine, the laws, published bugs and doubles of what a GPU has."""
 
+import math
 import random
 import re
 import runpy
@@ -8,6 +9,7 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -151,10 +153,18 @@ def test_stop_tokens_come_from_the_generation_config_or_else_from_the_config(
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([[1], []], r"needs 1 to 20 token ids in \[0, 128\), not 0 from 0 to 0"),
-        ([[1], [1] * 21], "not 21 from 1 to 1"),
-        ([[1], [1, 128]], "not 2 from 1 to 128"),
-        ([[1], [-1, 5]], "not 2 from -1 to 5"),
+        ([[1], []], r"needs 1 to 20 token ids in \[0, 128\), not 0: \[\]"),
+        ([[1], [1] * 21], "not 21: "),
+        ([[1], [1, 128]], r"not 2: \[1, 128\]"),
+        ([[1], [-1, 5]], "not 2: "),
+        ([[1], [1, 1.5]], r"not 2: \[1, 1.5\]"),
+        ([[1], [1, "3"]], "not 2: "),
+        ([[1], [None]], "not 1: "),
+        ([[1], [[1]]], "not 1: "),
+        ([[1], [True]], "not 1: "),
+        ([[1], [2**70]], "not 1: "),
+        ([1, 2], "not 1: 1"),
+        ([[1], b"text"], "not 1: "),
         ([[1], "text"], "no tokenizer"),
     ],
 )
@@ -163,26 +173,41 @@ def test_a_prompt_that_cannot_be_answered_is_refused_before_any_runs(prompts, me
     with pytest.raises(ValueError, match=message):
         answers(llm, prompts)
     assert not llm.scheduler.waiting
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="2 prompts need as many SamplingParams"):
         llm.generate([[1], [2]], [nano.SamplingParams()], use_tqdm=False)
 
 
+def test_prompts_are_texts_lists_and_arrays_and_a_bare_text_is_one_prompt():
+    llm = nano.LLM(DEMO, device="cpu", num_kvcache_blocks=50)
+    ids = llm.tokenizer.encode("Hi")
+    forms = [["Hi"], "Hi", ("Hi",), [ids], iter([np.array(ids)]), np.array([ids])]
+    assert all(answers(llm, form) == answers(llm, [ids]) for form in forms)
+    assert answers(llm, []) == []
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"max_tokens": 0}],
-    ids=str,
+    ("name", "values"),
+    {
+        "temperature": [-1, math.nan],
+        "top_k": [-1, 1.5],
+        "top_p": [0, 1.5, math.nan],
+        "max_tokens": [0, -1, 2.5],
+        "seed": [0.5],
+    }.items(),
 )
-def test_parameters_out_of_range_are_refused(changes):
-    with pytest.raises(ValueError, match="must be"):
-        nano.SamplingParams(**changes)
+def test_parameters_out_of_range_are_refused(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"an answer needs .*{name}={value}"):
+            nano.SamplingParams(**{name: value})
 
 
 def test_what_the_file_does_not_compute_is_refused_by_name(tmp_path_factory):
     for name in "mistral", "llama yarn rope", "qwen2 sliding from layer 1":
         with pytest.raises(ValueError, match="is not supported"):
             load(checkpoint(name, tmp_path_factory)[0])
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1, not 2"):
-        load("no matter", tensor_parallel_size=2)
+    for settings in {"tensor_parallel_size": 2}, {"max_num_seqs": 0}, {"max_num_batched_tokens": 0}:
+        with pytest.raises(ValueError, match="tensor_parallel_size must be 1, max_num_seqs and"):
+            load("no matter", **settings)
     with pytest.raises(ValueError, match="no memory is left"):
         load(checkpoint("qwen3", tmp_path_factory)[0], num_kvcache_blocks=0)
 
@@ -272,7 +297,7 @@ def test_random_numbers_are_uniform_and_those_of_neighbours_are_unrelated():
 def test_without_a_seed_answers_differ_and_any_integer_is_a_seed(qwen3):
     llm = load(qwen3)
     assert len(set(map(tuple, answers(llm, [[1, 2, 3]] * 8, temperature=1.0)))) == 8
-    for seed in -1, 2**64, 10**30:
+    for seed in -1, 2**64, 10**30, np.int64(-5):
         assert answers(llm, [[1]], temperature=1.0, seed=seed) == answers(
             llm, [[1]], temperature=1.0, seed=seed
         )
