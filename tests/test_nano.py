@@ -79,12 +79,7 @@ def test_no_setting_changes_greedy_tokens_or_seeded_samples(settings, tmp_path_f
 
 
 def test_the_bundled_model_answers_like_transformers_and_the_full_engine():
-    questions = [
-        "Who are you?",
-        "What is 62 + 19?",
-        "Count from 3 to 11.",
-        "Spell the word paging backwards.",
-    ]
+    questions = ["What is 62 + 19?", "Spell the word paging backwards."]
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
     chats = [[{"role": "user", "content": question}] for question in questions]
     how = {"add_generation_prompt": True, "tokenize": False}
@@ -754,12 +749,12 @@ def test_the_command_says_that_a_checkpoint_has_no_tokenizer(monkeypatch, qwen3)
 
 def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(monkeypatch, capsys, tmp_path):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 16, "hidden_size": 32})
+    config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 4, "hidden_size": 32})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     run(monkeypatch, "--bench", "--model", tmp_path)
     clipped, result = capsys.readouterr().out.splitlines()
-    assert clipped == "clipped to the model: prompts and answers have at most 8 tokens, ids up to 127"
-    assert re.fullmatch(r"2048 output tokens in [\d.]+ s: \d+ tokens/s", result)
+    assert clipped == "clipped to the model: prompts and answers have at most 2 tokens, ids up to 127"
+    assert re.fullmatch(r"512 output tokens in [\d.]+ s: \d+ tokens/s", result)
     asked = []
     llm = SimpleNamespace(
         model_runner=SimpleNamespace(
