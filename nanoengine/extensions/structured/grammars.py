@@ -34,6 +34,8 @@ from nanoengine.extensions.structured.json_schemas import checked_grammar, check
 from nanoengine.sampling_params import StructuredOutputsParams
 
 MAX_CHARACTERS = 1 << 16  # length of a grammar: a longer one may take more than a second to compile
+LABEL_CHARACTERS = 16  # characters of a choice or an enum that count as one: llguidance makes a trie of them
+ENUM = re.compile(r'"enum": ?\[[^\]]*\]')
 LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,  # symbols in a grammar's productions
     "max_items_in_row": 20_000,  # parser items per token: one for each way to continue
@@ -134,7 +136,7 @@ class Compiler:
             # Try the grammar alone first: a trial that starts in the preamble may never reach it.
             self.compile(replace(asked, preamble=None))
             grammar = with_preamble(self._checked(asked.preamble), grammar)
-        check_length(grammar)
+        check_length(grammar, is_choice=asked.choice is not None)
         matcher = self.matcher(grammar)
         # With "x-guidance": {"lenient": true}, llguidance enforces only part of a schema, with a warning.
         ignored = matcher.get_grammar_warnings()
@@ -171,7 +173,7 @@ class Compiler:
             return str(matcher.grammar_from_json_schema(schema, style))
         if asked.regex is not None:
             return str(matcher.grammar_from_regex(asked.regex))
-        if asked.choice is not None:  # one terminal, whose cost does not grow with the number of choices
+        if asked.choice is not None:  # one terminal, of which llguidance makes a trie
             return str(matcher.grammar_from_lark(f"start: C\nC: {' | '.join(map(json.dumps, asked.choice))}"))
         if asked.structural_tag is not None:
             return checked_grammar(self._tags_of(asked.structural_tag))
@@ -233,10 +235,12 @@ class Compiler:
         return "\n".join((f"start: ({any_tag})* last", "last: TEXT", r"TEXT: /(.|\n)*/", *rules))
 
 
-def check_length(grammar: str) -> None:
+def check_length(grammar: str, is_choice: bool = False) -> None:
     """Raise ValueError if a grammar is too long to compile quickly."""
-    if len(grammar) > MAX_CHARACTERS:
-        raise ValueError(f"the grammar has {len(grammar)} characters; at most {MAX_CHARACTERS} are allowed")
+    num_labels = len(grammar) if is_choice else sum(len(found[0]) for found in ENUM.finditer(grammar))
+    num = len(grammar) - num_labels + num_labels // LABEL_CHARACTERS
+    if num > MAX_CHARACTERS:
+        raise ValueError(f"the grammar has {num} characters; at most {MAX_CHARACTERS} are allowed")
 
 
 def with_preamble(preamble: str, grammar: str) -> str:
