@@ -24,7 +24,8 @@ from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import Collected, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
-from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
+from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, emptied_by, random_seed
+from nanoengine.sampling.sampler import UNDRAWN, why_undrawn
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
 from nanoengine.thread_ownership import Owner
@@ -393,6 +394,8 @@ class LLMEngine:
             self.num_generation_tokens += request.take_tokens(seq, of_samples.get(seq.seq_id, ()), now)
             if math.isnan(request.samples[seq.seq_id].cumulative_logprob):
                 self._fail(seq)
+            if seq.stop_reason == why_undrawn(()) and (reason := emptied_by(seq, self.checkpoint.vocab_size)):
+                seq.stop_reason = UNDRAWN + reason
         self._hand_over(requests.values())
         stopwatch.lap("update")
 

@@ -64,10 +64,13 @@ class RowProcessor(Protocol):
         """
 
 
+UNDRAWN = "no token could be sampled: "
+
+
 def why_undrawn(processors: Sequence[RowProcessor]) -> str:
     """Return an error message for a sequence with these processors that received no token."""
     reason = next((one.failure for one in processors if one.failure is not None), None)
-    return f"no token could be sampled: {reason or 'the logits are NaN or infinite, or no token is allowed'}"
+    return UNDRAWN + (reason or "the logits are NaN or infinite, or no token is allowed")
 
 
 class RowSettings:

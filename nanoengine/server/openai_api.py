@@ -283,14 +283,10 @@ class GenerationRequest(BaseModel):
             )
         return {"json": schema}
 
-    def failure(self, params: SamplingParams, reason: Any) -> APIError:
+    def failure(self, reason: Any) -> APIError:
         """Return the error to answer with when a sample finished with "error"."""
-        bans = ("allowed_token_ids", "bad_words", "stop_token_ids")
-        named = [name for name in bans if params.structured_outputs and getattr(params, name)]
-        if named:  # a ban left no valid token: the likely cause, unless the logits are NaN
-            field = self._structured_field
-            said = f"{field}: {' and '.join(named)} leave no token that may come next: {reason}"
-            return APIError(400, said, param=field)
+        if found := re.search(r": (\w+).* bans? every token that (structured_outputs)?", str(reason)):
+            return APIError(400, str(reason), param=self._structured_field if found[2] else found[1])
         return APIError(500, f"the model could not compute this request: {reason}")
 
     def token_name(self, token_id: int, tokens: TokenBytes) -> str:

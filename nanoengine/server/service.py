@@ -303,7 +303,7 @@ class Service:
                         if completion.finish_reason == "abort":
                             raise unavailable("the server is shutting down")
                         if completion.finish_reason == "error":
-                            raise body.failure(checked[number].params, completion.stop_reason)
+                            raise body.failure(completion.stop_reason)
                         if body.is_echo_alone:
                             completion = replace(completion, text="", token_ids=[], finish_reason="length")
                         ticket.completion_tokens += len(completion.token_ids)

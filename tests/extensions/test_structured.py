@@ -352,15 +352,31 @@ def test_a_ban_on_the_end_holds_where_the_answer_may_go_on(llm):
 def test_bans_that_leave_no_token_end_only_their_request(llm):
     (one,) = llm.get_tokenizer().encode("1", add_special_tokens=False)
     free = SamplingParams(temperature=0, max_tokens=9)
-    for asked, bans, reason in (
-        ({"regex": "[ab]{5}"}, {"bad_words": ["a", "b"]}, "error"),
-        ({"regex": "c[ab]{5}"}, {"bad_words": ["a", "b"]}, "error"),
-        ({"json_object": True}, {"allowed_token_ids": [one]}, "error"),
-        ({"regex": "1{3}"}, {"stop_token_ids": [one]}, "error"),
-        ({"regex": "1?"}, {"allowed_token_ids": [one], "min_tokens": 1}, "stop"),
+    for asked, bans, names in (
+        ({"regex": "[ab]{5}"}, {"bad_words": ["a", "b"]}, "bad_words bans"),
+        ({"regex": "c[ab]{5}"}, {"bad_words": ["a", "b"]}, "bad_words bans"),
+        ({"json_object": True}, {"allowed_token_ids": [one]}, "allowed_token_ids bans"),
+        ({"regex": "1{3}"}, {"stop_token_ids": [one]}, "stop_token_ids bans"),
+        (
+            {"regex": "[12]"},
+            {"stop_token_ids": [one], "bad_words": ["2"]},
+            "bad_words and stop_token_ids ban",
+        ),
+        ({"regex": "2?"}, {"bad_words": ["2"], "min_tokens": 1}, "bad_words and min_tokens ban"),
+        ({"regex": "1?"}, {"allowed_token_ids": [one], "min_tokens": 1}, None),
+        (
+            None,
+            {"allowed_token_ids": [one], "bad_words": ["1 1", "11"]},
+            "allowed_token_ids and bad_words ban",
+        ),
     ):
         banned = SamplingParams(max_tokens=9, structured_outputs=asked, **bans)
-        assert [reason for *_, reason in answers(llm, [free, banned, free])] == ["length", reason, "length"]
+        outputs = llm.generate(["Hello"] * 3, [free, banned, free], use_tqdm=False)
+        reasons = [output.outputs[0].finish_reason for output in outputs]
+        assert reasons == ["length", "error" if names else "stop", "length"]
+        where = "structured_outputs allow next" if asked else "may come next"
+        said = f"no token could be sampled: {names} every token that {where}" if names else None
+        assert outputs[1].outputs[0].stop_reason == said
 
 
 # ---- random schemas ----
@@ -642,8 +658,21 @@ def test_ten_thousand_labels_are_supported(kind, llm):
     labels += ["", "label", "label", '"quoted\\"', "\n", "😀", "😀 2", *("ab" * i for i in range(1, 4))]
     written = str if kind == "choice" else partial(json.dumps, ensure_ascii=False)
     asked = {"choice": labels} if kind == "choice" else {"json": {"enum": labels}}
-    make, encode = llm.llm_engine._grammars.compile(StructuredOutputsParams(**asked)), llm.get_tokenizer().encode
-    for text in (*labels[-12:], labels[0], labels[4999], labels[5000], "label number", "labels", "ba", "é", " "):
+    make, encode = (
+        llm.llm_engine._grammars.compile(StructuredOutputsParams(**asked)),
+        llm.get_tokenizer().encode,
+    )
+    for text in (
+        *labels[-12:],
+        labels[0],
+        labels[4999],
+        labels[5000],
+        "label number",
+        "labels",
+        "ba",
+        "é",
+        " ",
+    ):
         constraint = make()
         is_whole = constraint.catch_up(encode(written(text), add_special_tokens=False))
         assert (is_whole and constraint.matcher.is_accepting()) == (text in labels), text

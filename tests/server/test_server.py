@@ -390,12 +390,19 @@ def test_a_bad_request_is_refused_by_its_field(changes, param, url):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_structured_outputs_that_conflict_with_bans_are_refused(stream, url):
-    asked = {"prompt": "a", "structured_outputs": {"regex": "c[ab]{5}"}, "bad_words": ["a", "b"]}
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"structured_outputs": {"regex": "c[ab]{5}"}, "bad_words": ["a", "b"]}, "structured_outputs"),
+        ({"allowed_token_ids": [9], "bad_words": ["**"]}, "allowed_token_ids"),
+    ],
+)
+def test_bans_that_leave_no_token_are_refused(asked, param, stream, url):
+    asked = {"prompt": "a", **asked}
     answer = http.post(f"{url}/v1/completions", json={**asked, "stream": stream})
     assert answer.status_code == (200 if stream else 400)  # a stream has begun
     error = json.loads(answer.text.split("data: ")[-2])["error"] if stream else answer.json()["error"]
-    assert (error["param"], error["type"]) == ("structured_outputs", "invalid_request_error")
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert "bad_words" in error["message"]
 
 

@@ -243,6 +243,16 @@ class Constraint:
             mask = found if num_tokens == len(output_ids) else None
         return mask if output_ids else self.grammar.first_mask
 
+    def allowed(self, output_ids: list[int]) -> tuple[set[int], bool]:
+        """Return the tokens that may come after these, and whether the output may end there."""
+        mask = self.known_mask(output_ids)
+        if mask is None:
+            self.catch_up(output_ids)
+            mask = self.grammars.mask_of(self.matcher)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        ids, end_id = set(np.flatnonzero(bits).tolist()), self.grammars.end_id
+        return ids - {end_id}, end_id in ids
+
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "Constraint", SamplingRow]]) -> None:
         """Set the logits of tokens that the grammars do not allow to -inf, as in `RowProcessor.apply`."""
