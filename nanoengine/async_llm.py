@@ -96,6 +96,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self._thread.start()
         atexit.register(self.close)  # a thread that computes during interpreter shutdown would crash
 
+    __reduce__ = LLMEngine.__reduce__
+
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
         """Make an engine from a config, under vLLM's name."""

@@ -130,7 +130,9 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The whole text so far."""
+        """The whole text so far. The pieces are joined, so that the next call has few of them to join."""
+        parts = self.pieces[: self.num_taken], self.pieces[self.num_taken :]
+        self.pieces, self.num_taken = ["".join(part) for part in parts], 1
         return "".join(self.pieces)
 
     def _decode(self, token_id: int) -> str | None:

@@ -44,11 +44,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     # -- for most users
 
-    def __reduce__(self) -> Any:
-        """Raise TypeError: an engine's memory and threads belong to its process."""
-        raise TypeError(
-            "an LLM cannot be pickled: make one in the other process, or send requests to a server"
-        )
+    __reduce__ = LLMEngine.__reduce__
 
     def generate(
         self,

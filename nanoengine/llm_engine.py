@@ -90,6 +90,11 @@ class LLMEngine:
 
     # -- what users call
 
+    def __reduce__(self) -> Any:
+        """Raise TypeError: an engine's memory and threads belong to its process."""
+        hint = "make one in the other process, or send requests to a server"
+        raise TypeError(f"{type(self).__name__} cannot be pickled: {hint}")
+
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
         """Make an engine from a config, under vLLM's name."""

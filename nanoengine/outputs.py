@@ -56,8 +56,8 @@ class RequestMetrics:
 class RequestOutput:
     """Holds the state of a request at one moment. `outputs` has its `n` samples, or those that are new.
 
-    The outputs of one request share the list of prompt tokens, and the metrics until those change. Do not
-    modify either.
+    The outputs of one request share the lists of prompt tokens and their log-probabilities, and the metrics
+    until those change. Do not modify them.
     """
 
     request_id: str

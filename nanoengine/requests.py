@@ -361,7 +361,7 @@ class Request:
         self._unfinished = list(seqs)
         # One entry per prompt token, added chunk by chunk. The first token has no prediction.
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
-        # Outputs share this object, so it is replaced and never changed.
+        # Outputs share this object and the list above, so they are replaced and never changed.
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.has_shown_prompt = False  # whether an output had the prompt's log-probabilities
         self.is_streamed = source.params.output_kind is not RequestOutputKind.FINAL_ONLY
@@ -411,7 +411,7 @@ class Request:
         first, entries = report
         new = entries[len(self.prompt_logprobs) - first :]
         self.vocabulary.name(new)
-        self.prompt_logprobs += new
+        self.prompt_logprobs = [*self.prompt_logprobs, *new] if new else self.prompt_logprobs
         return any(math.isnan(next(iter(entry.values())).logprob) for entry in new)
 
     def output(self) -> RequestOutput:
@@ -442,7 +442,7 @@ class Request:
             outputs,
             self.finished,
             num_cached_tokens,
-            list(self.prompt_logprobs) if shows_prompt else None,
+            self.prompt_logprobs if shows_prompt else None,
             metrics,
             delta,
         )

@@ -150,6 +150,19 @@ def test_leading_space_of_the_output_is_kept(sentencepiece_like):
         assert fed(sentencepiece_like, ids, given).text == " world! café 日"
 
 
+@pytest.mark.parametrize("stop", [None, ["never said"]])
+def test_the_whole_text_after_each_token_joins_few_pieces(tokenizer, stop):
+    """A stream of whole texts would otherwise cost more with each token."""
+    detokenizer, sizes = Detokenizer(tokenizer, [1], SamplingParams(stop=stop)), set()
+    for token_id in tokenizer.encode(TEXT).ids:
+        detokenizer.append(token_id)
+        sizes.add(len(detokenizer.pieces))
+        assert TEXT.startswith(detokenizer.text)
+    assert max(sizes) <= 3
+    detokenizer.finish()
+    assert detokenizer.text == detokenizer.new_text() == TEXT
+
+
 def test_special_tokens_are_skipped_by_default(tokenizer):
     ids = [*tokenizer.encode("a").ids, tokenizer.token_to_id("<eos>"), *tokenizer.encode("b").ids]
     assert fed(tokenizer, ids).text == "ab"

@@ -21,7 +21,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from nanoengine import LLM, RequestOutputKind, SamplingParams
+from nanoengine import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from nanoengine.checkpoints import gguf_tokenizer
 from nanoengine.requests import RequestChecker, bad_word_ids, check_prompt_ids
 from tests.helpers import DEMO, chain_checkpoint, checkpoint, random_params, random_prompts, table_checkpoint
@@ -450,20 +450,31 @@ def test_a_truncated_prompt_is_cut_before_it_is_tokenized_with_the_same_tokens(k
     assert checker.encode(text, is_cut=True) == whole
 
 
-def test_only_the_first_delta_has_the_prompt_s_logprobs_and_an_llm_says_why_it_is_not_pickled():
-    params = SamplingParams(
-        max_tokens=5, ignore_eos=True, prompt_logprobs=1, output_kind=RequestOutputKind.DELTA
-    )
+@pytest.fixture(scope="module")
+def demo():
     with LLM(DEMO, num_kv_blocks=20) as llm:
-        outputs = []
-        llm.llm_engine.add_request("r", "Hello", params)
-        while llm.llm_engine.has_unfinished_requests():
-            outputs += llm.llm_engine.step()
-        shown = [output.prompt_logprobs is not None for output in outputs]
-        assert shown == [True, *[False] * (len(outputs) - 1)]
-        merged = outputs[0]
-        for output in outputs[1:]:
-            merged = merged.merged_with(output)
-        assert merged.prompt_logprobs == outputs[0].prompt_logprobs
-        with pytest.raises(TypeError, match="make one in the other process"):
-            pickle.dumps(llm)
+        yield llm
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_outputs_do_not_repeat_the_prompt_s_logprobs(kind, demo):
+    params = SamplingParams(max_tokens=5, ignore_eos=True, prompt_logprobs=1, output_kind=kind)
+    outputs: list = []
+    demo.llm_engine.add_request("r", "Hello", params)
+    while demo.llm_engine.has_unfinished_requests():
+        outputs += demo.llm_engine.step()
+    first, *others = [output.prompt_logprobs for output in outputs]
+    if kind is RequestOutputKind.DELTA:
+        assert others == [None] * len(others)
+    else:
+        assert all(one is first for one in others)
+    merged = outputs[0]
+    for output in outputs[1:]:
+        merged = merged.merged_with(output)
+    assert merged.prompt_logprobs == first
+
+
+def test_an_engine_says_why_it_is_not_pickled(demo):
+    for one in (demo, demo.llm_engine, AsyncLLM.__new__(AsyncLLM)):
+        with pytest.raises(TypeError, match=f"^{type(one).__name__} .*make one in the other process"):
+            pickle.dumps(one)
