@@ -2,7 +2,7 @@
 
 The tags come from the tokenizer (`response_template`, transformers 5.13 and later), or else from the tables
 below, by a mark in the chat template. `AnswerParser` splits the text as it arrives, and text that does not
-parse stays text. A grammar enforces required calls (extensions/structured/constraints.py).
+parse stays text. Grammars enforce required calls and strict tools (call_grammars.py).
 
 Sources: the chat templates of the models that each row names; transformers/utils/chat_parsing.
 """
@@ -23,7 +23,7 @@ from nanoengine.chat.call_arguments import (
     read_calls,
     read_content,
 )
-from nanoengine.extensions.structured.json_schemas import closed, literal, mapped
+from nanoengine.extensions.structured.json_schemas import literal
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import SamplingParams
 
@@ -111,8 +111,6 @@ TOOL_FORMATS = {
         arguments="parameters",
     ),
 }
-# JSON as chat templates write it, with Python's json.dumps.
-AS_TRAINED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_TAG = "llama3_json"  # the format of required calls if the model's own format is not plain JSON
 
 REASONING_FORMATS = {
@@ -192,56 +190,11 @@ class Formats(NamedTuple):
         thought = f"thought{'' if is_special else '[lazy]'}: TEXT {end}"
         return f"start: {start}\n{thought}\nTEXT: /(.|\\n)*/\nSPACE: /\\s{{0,9}}/"
 
-    def required_calls(self, tools: list[dict[str, Any]], many: bool, answer: Any = None) -> str:
-        """Return a grammar in Lark for one call of these tools, or for one or more if `many` is set.
-
-        With `answer`, the JSON schema of an answer, it allows either calls or an answer.
-        """
-        kind = TOOL_FORMATS[self.forced_tools]
-        if answer is not None and not kind.begin:
-            return f"start: %json {json.dumps(call_or_answer(tools, kind.arguments, answer))}"
-        rules = [] if answer is None else [f"answer: %json {json.dumps(answer)}"]
-        for i, tool in enumerate(tools):
-            function = tool["function"]
-            # A function accepts only the arguments it names, although a schema that does not say so allows
-            # more. The schema is a grammar of its own, so that its references resolve.
-            parameters = {"type": "object", "properties": {}, **closed(function.get("parameters") or {})}
-            head = json.dumps({"name": function["name"], kind.arguments: 0}).removesuffix("0}")
-            rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}')}")
-            rules.append(f"arguments_{i}: %json {json.dumps({**parameters, 'x-guidance': AS_TRAINED})}")
-        begin, end = (literal(text, self.special_tokens) for text in (kind.begin or "", kind.end))
-        rules.append("one: " + begin + " (" + " | ".join(f"call_{i}" for i in range(len(tools))) + ") " + end)
-        more = ' ("\\n" one)*' if many and kind.begin else ""
-        return "\n".join((f"start: one{more}{'' if answer is None else ' | answer'}", *rules))
-
     @property
     def forced_tools(self) -> str:
         """The name of the format in which required calls are written."""
         name = NO_TAG if self.tools is None or self.template is not None else self.tools
         return name if TOOL_FORMATS[name].begin is not None else NO_TAG
-
-
-def call_or_answer(tools: list[dict[str, Any]], key: str, answer: Any) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of the tools, with its arguments under `key`, or of an answer.
-
-    It is one schema, because a grammar's lexer does not go back from the text of a call to that of an answer.
-    """
-    parts = [answer, *(closed(tool["function"].get("parameters") or {}) for tool in tools)]
-    definitions: dict[str, Any] = {}
-    kinds: list[dict[str, Any]] = []
-    for i, part in enumerate(parts):
-
-        def moved(one: dict[str, Any], where: str = f"#/$defs/{i}") -> dict[str, Any]:
-            is_local = str(one.get("$ref", "")).startswith("#")
-            return {**one, "$ref": where + one["$ref"][1:]} if is_local else one
-
-        definitions[str(i)] = mapped(part, moved)
-    for i, tool in enumerate(tools, 1):
-        definitions[str(i)] = {"type": "object", "properties": {}, **definitions[str(i)]}
-        name = {"const": tool["function"]["name"]}
-        call = {"type": "object", "properties": {"name": name, key: {"$ref": f"#/$defs/{i}"}}}
-        kinds.append({**call, "required": ["name", key], "additionalProperties": False})
-    return {"anyOf": [*kinds, {"$ref": "#/$defs/0"}], "$defs": definitions, "x-guidance": AS_TRAINED}
 
 
 def is_thinking(prompt: str) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanoengine.chat.answer_parser import MANY, Formats
+from nanoengine.chat.call_grammars import required_calls, strict_calls
 from nanoengine.sampling_params import StructuredOutputsParams
 
 
@@ -67,8 +68,10 @@ class ToolChoice(NamedTuple):
             if asked is not None and answer is None:
                 raise ValueError("tool_choice requires a tool call, which excludes other structured outputs")
             many = parallel and self.max_required != 1
-            calls = formats.required_calls(self.tools, many, None if self.max_required else answer)
+            calls = required_calls(formats, self.tools, many, None if self.max_required else answer)
             asked = StructuredOutputsParams(grammar=calls)
+        elif self.shown and asked is None and (strict := strict_calls(formats, self.tools)):
+            asked = StructuredOutputsParams(grammar=strict)
         if asked is None or asked.preamble is not None:
             return asked
         return replace(asked, preamble=formats.preamble(prompt))

@@ -475,7 +475,7 @@ class ChatRequest(Conversation, GenerationRequest):
                 params = replace(params, skip_special_tokens=False)
             given = formats, prompt, tools, forced, is_structured, max_calls, params, is_both
             self._new_parser = partial(AnswerParser, *given)
-        if choice.max_required:
+        if choice.max_required or params.structured_outputs is None:
             self._structured_field = "tools"
         constrained = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
         return replace(params, structured_outputs=constrained)

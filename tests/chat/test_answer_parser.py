@@ -488,15 +488,6 @@ def test_a_template_whose_regions_open_and_close_without_text_ends():
     assert "".join(value for _, value in taken_apart(parser, "axb")) == "axb"
 
 
-def test_a_required_call_has_only_named_arguments():
-    parameters = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
-    for calls in TOOL_FORMATS:
-        formats = Formats(calls, None, None, {"<tool_call>": 77})
-        grammar = formats.required_calls([{"function": {"name": "f", "parameters": parameters}}, ADD], True)
-        assert grammar.count('"additionalProperties": false') == 3  # of both calls, and of their arguments
-        assert ("<[77]>" in grammar) == (calls == "hermes"), "a special token by its id"
-
-
 @pytest.mark.parametrize(
     ("template", "calls", "reasoning"),
     [

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 
+import jsonschema
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -363,6 +364,35 @@ def test_with_tools_an_answer_still_fits_its_format(name, formatted, script):
     script.says = {"Hello": json.dumps({"any": name})}
     content, *_ = whole_and_streamed(client, **HELLO, tools=TOOLS, response_format={"type": "json_object"})
     assert json.loads(content) == {"any": name}
+
+
+def test_a_call_of_a_strict_tool_fits_its_schema(formatted, script):
+    """The model is steered to one that does not."""
+    calls, client = formatted
+    thought = "<think>Not <tool_call>.</think>" if calls == "hermes" else ""
+    body = (
+        '{"name": "add", "arguments": {"a": "five", "b": 6}}'
+        if calls == "hermes"
+        else "<function=add>\n<parameter=a>\nfive"
+    )
+    script.says = {"Hello": f"{thought}So: <tool_call>\n{body}", "Hi": f"{thought}Plain = text."}
+    function = TOOLS[0]["function"] | {"strict": True}
+    asked: dict = {"model": "demo", **HELLO, "tools": [{"type": "function", "function": function}]}
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert (message.content, getattr(message, "reasoning", "")) == (
+        "So:",
+        "Not <tool_call>." if thought else "",
+    )
+    tools = [{"type": "function", **function}]
+    response = client.responses.create(model="demo", input="Hello", tools=tools, temperature=0)
+    for call in (message.tool_calls[0].function, response.output[-1]):
+        jsonschema.validate(json.loads(call.arguments), ADD)
+    asked["messages"] = [{"role": "user", "content": "Hi"}]
+    assert client.chat.completions.create(**asked).choices[0].message.content == "Plain = text."
+    function |= {"parameters": {"properties": {"x": {"type": "integer", "not": {}}}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**asked)
+    assert refused.value.param == "tools"
 
 
 # ---- the Responses API as agents use it ----

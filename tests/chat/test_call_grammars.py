@@ -1,0 +1,190 @@
+"""Grammars of tool calls: calls of strict tools fit, as each format writes them, and text stays free."""
+
+import json
+
+import pytest
+
+from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, choose_formats
+from nanoengine.chat.call_grammars import required_calls, strict_calls
+from nanoengine.chat.tool_choice import ToolChoice
+from nanoengine.extensions.structured.constraints import Grammars
+from nanoengine.sampling_params import StructuredOutputsParams
+from tests.chat.test_answer_parser import ADD, function_of
+from tests.helpers import byte_tokenizer
+
+KIND = {"anyOf": [{"enum": ["x", "né"]}, {"type": "null"}]}
+CODE = {"type": "string", "pattern": "^[a/]+$", "maxLength": 4}
+POINT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+PLACE = function_of(
+    "place.more",
+    {"kind": KIND, "at": {"$ref": "#/$defs/point"}, "code": CODE, "note": {"type": "string"}},
+    ["kind"],
+    **{"$defs": {"point": POINT}},
+)
+TOTAL = function_of("place", {"n": {"type": "integer"}}, ["n"])
+FREE = function_of("free", {"z": {"type": "integer"}}, ["z"])
+for strict_tool in (PLACE, TOTAL):
+    strict_tool["function"]["strict"] = True
+TOOLS = [PLACE, TOTAL, FREE]
+
+
+def coder(name, arguments):
+    pieces = (
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{''.join(pieces)}</function>\n</tool_call>"
+
+
+def written(given):
+    return json.dumps(given, ensure_ascii=False)
+
+
+def as_json(name, arguments, key="arguments", **style):
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False, **style)
+
+
+# name -> model of the tokens, format, how it writes a call, what may come before a call, and after it
+WRITERS = {
+    "hermes": ("Qwen 3", lambda *call: f"<tool_call>\n{as_json(*call)}\n</tool_call>", "So: ", "\nDone."),
+    "hermes dense": (
+        "Qwen 3",
+        lambda *call: f"<tool_call>{as_json(*call, separators=(',', ':'))}</tool_call>",
+        "",
+        "",
+    ),
+    "hermes text": (
+        "",
+        lambda *call: f"<tool_call>\n{as_json(*call, indent=1)}\n</tool_call>",
+        "1 < 2 ",
+        ".",
+    ),
+    "qwen3_coder": ("Qwen 3", coder, "So:\n", "\nDone."),
+    "qwen3_coder text": ("", coder, "<tool> ", ""),
+    "mistral": ("Mistral", lambda name, given: f"[TOOL_CALLS]{name}[ARGS]{written(given)}", "So: ", ""),
+    "mistral id": (
+        "Mistral",
+        lambda name, given: f"[TOOL_CALLS]{name}[CALL_ID]a1[ARGS]{written(given)}",
+        "",
+        "",
+    ),
+    "mistral list": ("Mistral", lambda *call: f"[TOOL_CALLS] [{as_json(*call)}]", "", ""),
+    "mistral text": ("", lambda name, given: f"[TOOL_CALLS]{name}[ARGS]{written(given)}", "[TOOL] ", ""),
+    "llama3_json": ("Llama 3.1", lambda name, given: as_json(name, given, "parameters"), "", ""),
+    "llama3_json list": ("Llama 3.1", lambda name, given: f"[{as_json(name, given, 'parameters')}]", " ", ""),
+    "llama3_json tag": (
+        "Llama 3.1",
+        lambda name, given: f"<|python_tag|>{as_json(name, given, 'parameters')}",
+        "",
+        "",
+    ),
+    "harmony": (
+        "gpt-oss",
+        lambda name, given: (
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{written(given)}<|call|>"
+        ),
+        "<|channel|>analysis<|message|>a = b<|end|><|start|>assistant",
+        "",
+    ),
+    "harmony first": (
+        "gpt-oss",
+        lambda name, given: f" to={name}<|channel|>commentary json<|message|>{written(given)}<|call|>",
+        "",
+        "",
+    ),
+}
+FITTING: list[tuple[str, dict]] = [
+    ("place.more", {"kind": "né"}),
+    ("place.more", {"kind": None, "at": {"n": 5}, "code": "a/a", "note": 'A "b"'}),
+    ("place", {"n": -7}),
+    ("free", {"any": ["thing"]}),
+]
+OTHERS: list[tuple[str, dict]] = [
+    ("place.more", {"kind": "y"}),
+    ("place.more", {}),
+    ("place.more", {"kind": "x", "at": {"n": "5"}}),
+    ("place.more", {"kind": "x", "at": {}}),
+    ("place.more", {"kind": "x", "code": "ab"}),
+    ("place.more", {"kind": "x", "code": "aaaaa"}),
+    ("place.more", {"kind": "x", "other": 1}),
+    ("place", {"n": "five"}),
+    ("place", {"n": 7, "m": 7}),
+    ("placed", {"n": 7}),
+]
+PROSE = ["", "No call.", "[1] says {x} = 2", "Ends with <", "1 < 2", "to be"]
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """Return a function that returns a model's tokenizer, its grammars, and a writer's format."""
+    made: dict = {}
+
+    def opened(name):
+        model, calls = WRITERS[name][0], name.split()[0]
+        if model not in made:
+            tokenizer = byte_tokenizer((), model)
+            made[model] = tokenizer, Grammars(tokenizer, len(tokenizer))
+        reasoning = "none" if model == "gpt-oss" else "deepseek_r1"
+        return *made[model], choose_formats(made[model][0], calls, reasoning)
+
+    yield opened
+    for _, grammars in made.values():
+        grammars.close()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_calls_of_strict_tools_fit_their_schemas(name, opened):
+    _, write, before, after = WRITERS[name]
+    tokenizer, grammars, formats = opened(name)
+    make = grammars.compile(StructuredOutputsParams(grammar=strict_calls(formats, TOOLS)))
+
+    def is_allowed(text):
+        constraint = make()
+        return constraint.catch_up(tokenizer(text).input_ids) and constraint.matcher.is_accepting()
+
+    for text in PROSE:
+        assert is_allowed(text), text
+    for call in FITTING:
+        assert is_allowed(before + write(*call) + after), call
+    for call in OTHERS:
+        assert not is_allowed(before + write(*call) + after), call
+    text = before + write(*FITTING[0])
+    assert not is_allowed(text[: text.index("né")]), "a call that is not over"
+    if "llama" not in name and name != "harmony first":
+        assert is_allowed(before + "".join(write(*call) for call in FITTING))
+    parser = AnswerParser(formats, "", TOOLS)
+    found = [part.value for part in (*parser.feed(text), *parser.finish()) if part.kind == "tool_calls"]
+    assert [(one["name"], json.loads(one["arguments"])) for one in found] == [FITTING[0]]
+
+
+def test_only_strict_tools_have_a_grammar_in_formats_that_have_one():
+    for calls in (*TOOL_FORMATS, None):
+        formats = Formats(calls, None, None, {})
+        assert strict_calls(formats, [FREE]) is None
+        assert (strict_calls(formats, TOOLS) is None) == (calls in ("gemma4", "functiongemma", None))
+        for choice, num in (("auto", 1), ("none", 0)):
+            asked = ToolChoice.read([TOTAL], choice).constrain(None, formats, "", True)
+            assert (asked is not None) == (num == 1 and strict_calls(formats, TOOLS) is not None)
+    assert strict_calls(Formats("hermes", None, {"fields": {}}, {}), TOOLS) is None
+
+
+def test_a_thought_may_name_the_tag_of_a_call(opened):
+    tokenizer, grammars, formats = opened("hermes")
+    thought = "I could write <tool_call> here.</think>\n\n"
+    for prompt, text in (("", f"<think>\n{thought}"), ("<think>\n", thought)):
+        make = grammars.compile(ToolChoice.read(TOOLS, "auto").constrain(None, formats, prompt, True))
+        for rest, fits in (
+            ("Hi.", True),
+            (WRITERS["hermes"][1](*FITTING[2]), True),
+            ("<tool_call>Hi", False),
+        ):
+            assert make().catch_up(tokenizer(text + rest).input_ids) == fits
+
+
+def test_a_required_call_has_only_named_arguments():
+    parameters = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
+    for calls in TOOL_FORMATS:
+        formats = Formats(calls, None, None, {"<tool_call>": 77})
+        grammar = required_calls(formats, [{"function": {"name": "f", "parameters": parameters}}, ADD], True)
+        assert grammar.count('"additionalProperties": false') == 3  # of both calls, and of their arguments
+        assert ("<[77]>" in grammar) == (calls == "hermes"), "a special token by its id"
