@@ -8,8 +8,9 @@ Sources: the chat templates of the models that each row names; transformers/util
 """
 
 import json
+import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -253,10 +254,22 @@ class Part(NamedTuple):
 
     kind: str  # "content", "reasoning" or "tool_calls"
     value: Any  # the text; for a call, its name and arguments
+    text: str = ""  # how the model wrote the call; "" for further calls of the same text
 
 
 MANY = 1 << 30  # no limit on the calls in an answer
 LOOK_BACK = 64  # how many characters before the position a pattern may look at
+
+
+FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})\s*(.*)")  # the first or the last line of a code block
+
+
+def fence_after(fence: str, line: str) -> str:
+    """Return the fence of the code block that is open after a line, given the one before it. "": none is."""
+    found = FENCE.match(line)
+    if found is None or (fence and not (found[1].startswith(fence) and not found[2])):
+        return fence
+    return "" if fence else found[1]
 
 
 class Tag(NamedTuple):
@@ -337,6 +350,10 @@ class AnswerParser:
         self.num_dropped = -len(self.buffer)  # characters of the answer before the buffer
         self.thought_end = 0  # the number of characters of the answer up to the end of its last thought
         self.token_ids: list[int] = []  # the whole answer's
+        self.fence = self.line = (
+            ""  # the fence of the open code block of the content, and the content's last line
+        )
+        self.held: list[Part] = []  # a call in a code block that may be closed, and what follows
         list(self._parts_of(is_end=False))  # opens the prompt's last region; drops parts: they are no answer
         self.texts: list[str] = []  # the whole answer
         self.has_parts = False
@@ -347,11 +364,11 @@ class AnswerParser:
         done = max(0, self.position - LOOK_BACK)
         self.num_dropped += done
         self.buffer, self.position = self.buffer[done:] + text, self.position - done
-        return list(self._parts_of(is_end=False))
+        return list(self._outside_blocks(self._parts_of(is_end=False), is_end=False))
 
     def finish(self) -> list[Part]:
         """Return the text that was held back because it could have been part of a tag."""
-        found = list(self._parts_of(is_end=True))
+        found = list(self._outside_blocks(self._parts_of(is_end=True), is_end=True))
         if not found and not self.has_parts and any(self.texts):  # a required tag never came: keep the text
             return [Part("content", "".join(self.texts))]
         return found
@@ -395,6 +412,37 @@ class AnswerParser:
             end = len(content)
         self.held_back = content[end:]
         return content[:end]
+
+    def _outside_blocks(self, parts: Iterable[Part], is_end: bool) -> Iterator[Part]:
+        """Yield the parts. A call in a code block is held back until the block ends: it is text then."""
+        for part in parts:
+            is_call, text = part.kind == "tool_calls", part.value if part.kind == "content" else part.text
+            if is_call:  # of its lines, those before and after it count
+                if self._ends_block(text[: len(text) - len(text.lstrip())]):
+                    yield from self._held_as_text()
+                text = f"x{text[len(text.rstrip()) :]}"
+            is_held = self.held or (is_call and fence_after(self.fence, self.line + "x"))
+            if is_held:
+                self.held.append(part)
+            else:
+                yield part
+            if self._ends_block(text):
+                yield from self._held_as_text()
+        if is_end:
+            yield from self._held_as_text() if self._ends_block("\n") else self.held
+
+    def _held_as_text(self) -> Iterator[Part]:
+        held, self.held = self.held, []
+        return (Part("content", part.text) if part.kind == "tool_calls" else part for part in held)
+
+    def _ends_block(self, text: str) -> bool:
+        """Add text to the content's lines, and return whether a code block ends in it."""
+        *lines, self.line = (self.line + text).split("\n")
+        self.line, is_closed = self.line[:99], False
+        for line in lines:
+            before, self.fence = self.fence, fence_after(self.fence, line)
+            is_closed = is_closed or before > self.fence
+        return is_closed
 
     def _parts_of(self, is_end: bool) -> Iterator[Part]:
         """Go from tag to tag like transformers' `ResponseParser`, but look at each character only once.
@@ -487,6 +535,7 @@ class AnswerParser:
             if isinstance(read, dict) and read.get("name") == "":  # a list of calls, each with its own name
                 read = read["arguments"]
             calls = [Part("tool_calls", self._call_of(one)) for one in listed(read)]
+            calls[:1] = [calls[0]._replace(text="".join([*call, end]).removesuffix(rest))] if calls else []
             return [*calls, *([Part("content", rest)] if rest else [])]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pieces = [*call, end]

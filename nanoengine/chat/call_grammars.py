@@ -212,7 +212,7 @@ def texts_of(schema: Any, root: dict[str, Any], depth: int = 9) -> list[str] | N
         return [one if isinstance(one, str) else json.dumps(one) for one in values]
     if schema.get("type") == "null":
         return ["null"]
-    parts = [texts_of(one, root, depth - 1) for one in schema.get("anyOf", schema.get("oneOf", ()))]
+    parts = [texts_of(one, root, depth - 1) for one in schema.get("anyOf") or schema.get("oneOf") or ()]
     return [*chain(*filter(None, parts))] if parts and None not in parts else None
 
 

@@ -173,7 +173,7 @@ def taken_apart(parser, pieces):
         elif found and found[-1][0] == part.kind:
             found[-1] = (part.kind, found[-1][1] + part.value)
         else:
-            found.append(tuple(part))
+            found.append((part.kind, part.value))
     return found
 
 
@@ -283,15 +283,51 @@ def test_a_call_after_one_that_is_not_closed_is_still_read(calls, unread, betwee
         assert [(kind, value.rstrip() if kind == "content" else value) for kind, value in found] == expected
 
 
+@pytest.mark.parametrize("calls", [one for one in CALLS if one not in ALONE])
+@pytest.mark.parametrize(
+    ("around", "are_calls"),
+    [
+        ("So:\n```xml\n#\n```\nDone.", [False]),
+        ("```\n#\n#\n```", [False, False]),
+        ("~~~~\n#\n~~~\n```\n#\n~~~~~ \n#", [False, False, True]),
+        ("```\n#\n```\n```\n#\n", [False, True]),  # the second block has no end
+        ("```\n#\n```json\n#\n````", [False, False]),
+        ("```\nx\n```\n#", [True]),
+        ("a ```x``` b\n#", [True]),
+        ("```x``` b\n#", [True]),
+    ],
+)
+def test_a_call_in_a_closed_code_block_is_text(calls, around, are_calls):
+    numbers = itertools.count()
+    text = re.sub("#", lambda _: CALLS[calls](f"w{next(numbers)}"), around)
+    expected = taken_apart(parser_of(calls.split()[0]), [text])
+    found = [value["arguments"]["note"] for kind, value in expected if kind == "tool_calls"]
+    assert found == [f"w{i}" for i, is_call in enumerate(are_calls) if is_call]
+    said = "".join(value for kind, value in expected if kind == "content")
+    assert re.findall(r"w\d", said) == [f"w{i}" for i, is_call in enumerate(are_calls) if not is_call]
+    for size in (1, 7, 30):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert taken_apart(parser_of(calls.split()[0]), pieces) == expected
+
+
 def test_without_tools_text_like_a_call_stays_text():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     for calls in TOOL_FORMATS:
         assert taken_apart(parser_of(calls, tools=()), [text]) == [("content", text)]
 
 
-TAGS_OF_ANSWERS = '{ } " ] "}} ; ``` json <|channel> <channel|> analysis final commentary <|start|>assistant '
+TAGS_OF_ANSWERS = (
+    '{ } " ] "}} ; ``` ~~~~ json <|channel> <channel|> analysis final commentary <|start|>assistant '
+)
 TAGS_OF_ANSWERS += '<|return|> <|constrain|> note:<|"|> [CALL_ID] call:add{ note:<escape> <escape>}'
-WORDS_OF_ANSWERS = ["\n", " ", "thought\n", '{"name": "add", "arguments": {"note": "', " to=functions.add"]
+WORDS_OF_ANSWERS = [
+    "\n",
+    "\n```\n",
+    " ",
+    "thought\n",
+    '{"name": "add", "arguments": {"note": "',
+    " to=functions.add",
+]
 WORDS_OF_ANSWERS += [" to=add", CODER, CODER_END, "<parameter=note>\n", '{"note": "']
 WORDS_OF_ANSWERS += TAGS_OF_ANSWERS.split()
 WORDS_OF_ANSWERS += [word for word in WORDS_OF_VALUES if word[0] in "<["]
@@ -388,6 +424,8 @@ def test_structured_output_is_unchanged_content():
         ("hermes", "", "<tool_call>"),
         ("hermes", "", "<tool_call>{}</tool_call>"),
         ("hermes", "", '<tool_call>"</tool_call>'),
+        ("hermes", "```\n", '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+        ("hermes", "```", "`"),
         ("hermes", "", '<tool_call>{"a</tool_call>\\n'),
         ("hermes", '<tool_call>{"a": "', "</tool_call>"),
         ("hermes", '<tool_call>{"a": "', '</tool_call><tool_call>"'),

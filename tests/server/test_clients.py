@@ -176,7 +176,7 @@ def test_a_call_without_arguments_may_say_so_in_any_way(arguments):
         parser = AnswerParser(Formats(calls, None, None, {}), "", [now])
         written = text if calls == "hermes" else text.removeprefix("<tool_call>").removesuffix("</tool_call>")
         (part,) = list(parser.feed(written)) + list(parser.finish())
-        assert part == ("tool_calls", {"name": "now", "arguments": "{}"})
+        assert part[:2] == ("tool_calls", {"name": "now", "arguments": "{}"})
 
 
 def test_content_that_is_no_text_is_shown_as_json():
