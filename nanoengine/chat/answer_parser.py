@@ -350,9 +350,8 @@ class AnswerParser:
         self.num_dropped = -len(self.buffer)  # characters of the answer before the buffer
         self.thought_end = 0  # the number of characters of the answer up to the end of its last thought
         self.token_ids: list[int] = []  # the whole answer's
-        self.fence = self.line = (
-            ""  # the fence of the open code block of the content, and the content's last line
-        )
+        self.fence = ""  # of the content's open code block
+        self.line = ""  # the content's last line
         self.held: list[Part] = []  # a call in a code block that may be closed, and what follows
         list(self._parts_of(is_end=False))  # opens the prompt's last region; drops parts: they are no answer
         self.texts: list[str] = []  # the whole answer
