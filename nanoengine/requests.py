@@ -43,7 +43,14 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
 
 class PromptTooLongError(ValueError):
-    """Raised when a prompt has more tokens than the model or the KV cache can hold."""
+    """Raised when a prompt has more tokens than the model or the KV cache can hold.
+
+    `num_tokens` is a lower bound if the prompt is far too long.
+    """
+
+    def __init__(self, message: str, num_tokens: int, limit: int) -> None:
+        super().__init__(message)
+        self.num_tokens, self.limit = num_tokens, limit
 
 
 class CheckedRequest(NamedTuple):
@@ -94,10 +101,9 @@ class RequestChecker:
             for i in range(0, num_chars, PIECE) if is_long and not is_cut else ():
                 num_tokens += len(tokenizer(text[i : i + PIECE], add_special_tokens=False).input_ids)
                 if num_tokens > 2 * self.max_prompt_len:  # cutting adds only a few tokens
-                    raise PromptTooLongError(
-                        f"prompt has {num_chars} characters, which is too many tokens for max_model_len="
-                        f"{self.max_model_len}; shorten it or raise max_model_len"
-                    )
+                    text = f"prompt has {num_chars} characters, which is too many tokens for max_model_len="
+                    text += f"{self.max_model_len}; shorten it or raise max_model_len"
+                    raise PromptTooLongError(text, num_tokens, self.max_prompt_len)
             token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return token_ids
 
@@ -157,18 +163,15 @@ class RequestChecker:
         """Raise ValueError if a prompt of this length can never be computed."""
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty; at least one token is needed")
+        tokens = f"prompt has {num_prompt_tokens} tokens but"
         if num_prompt_tokens > self.max_prompt_len:
             reserved = " with an output token" if self.max_prompt_len < self.max_model_len else ""
-            raise PromptTooLongError(
-                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}{reserved}; "
-                "shorten it or raise max_model_len"
-            )
+            what = f"max_model_len is {self.max_model_len}{reserved}; shorten it or raise max_model_len"
+            raise PromptTooLongError(f"{tokens} {what}", num_prompt_tokens, self.max_prompt_len)
         if num_prompt_tokens > (limit := self.blocks.max_computable_tokens):
             blocks = f"{self.blocks.num_blocks} blocks of {self.blocks.block_size}"
-            raise PromptTooLongError(
-                f"prompt has {num_prompt_tokens} tokens but the KV cache holds {limit} ({blocks}); "
-                "shorten it or raise num_kv_blocks"
-            )
+            what = f"the KV cache holds {limit} ({blocks}); shorten it or raise num_kv_blocks"
+            raise PromptTooLongError(f"{tokens} {what}", num_prompt_tokens, limit)
 
 
 def split_prompts(prompts: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from nanoengine.server.messages import count_tokens, messages
 from nanoengine.server.openai_api import APIError
 from nanoengine.server.request_guard import Gate
 from nanoengine.server.responses import responses
@@ -43,6 +44,8 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         ("GET", "/metrics", service.metrics),
         ("GET", "/", service.page),
         ("POST", "/v1/responses", responses),
+        ("POST", "/v1/messages", messages),
+        ("POST", "/v1/messages/count_tokens", count_tokens),
     ]
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method])
@@ -59,7 +62,7 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         elif not isinstance(error, APIError):
             error = APIError(500, "the server failed")  # the reason is in the server's log only
         request.state.ticket.error = error.code
-        return error.response()
+        return error.response(request.url.path)
 
     for kind in (APIError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)

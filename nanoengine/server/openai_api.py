@@ -24,7 +24,7 @@ from nanoengine.chat.call_arguments import listed
 from nanoengine.chat.templates import render_chats
 from nanoengine.chat.tool_choice import ToolChoice, schema_of
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoengine.requests import check_unicode, split_prompts
+from nanoengine.requests import PromptTooLongError, check_unicode, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 from nanoengine.server.token_logprobs import TokenBytes, best_first, clamped
 from nanoengine.unknown_arguments import MAX_UNSERVED, REQUEST_IGNORES, SAMPLING_IGNORES, without_unserved
@@ -71,9 +71,18 @@ class APIError(Exception):
         message = str(self)[:1000]
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the error as a response, for a client whose answer has not begun."""
-        return JSON(self.content, self.status, self.headers)
+    @property
+    def messages_content(self) -> dict[str, Any]:
+        """The error in Anthropic's shape."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = kinds.get(self.status, "overloaded_error" if self.status == 503 else other)
+        return {"type": "error", "error": {"type": kind, "message": str(self)[:1000]}}
+
+    def response(self, path: str) -> Response:
+        """Return the error as a response of the API that has this path, if no answer has begun."""
+        content = self.messages_content if path.startswith("/v1/messages") else self.content
+        return JSON(content, self.status, self.headers)
 
 
 def unavailable(message: str) -> APIError:
@@ -210,6 +219,7 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """Holds the fields that both APIs have. Null counts as absent; sampling fields are in `model_extra`."""
 
+    source: ClassVar[str]  # the field that holds the prompt
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
     stream: bool | None = None
@@ -282,6 +292,13 @@ class GenerationRequest(BaseModel):
                 f"schema, got {kind!r:.80}"
             )
         return {"json": schema}
+
+    def too_long(self, error: PromptTooLongError, max_model_len: int) -> APIError:
+        """Return the error for a prompt that is too long."""
+        # Clients recognize the first sentence (litellm), or the code in the message (langchain).
+        code = "context_length_exceeded"
+        limit = f"This model's maximum context length is {max_model_len} tokens"
+        return APIError(400, f"{limit} ({code}): {error}", param=self.source, code=code)
 
     def failure(self, reason: Any) -> APIError:
         """Return the error to answer with when a sample finished with "error"."""

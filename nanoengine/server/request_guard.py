@@ -89,7 +89,7 @@ class Gate:
                     raise refusal
             except APIError as error:
                 ticket.error = error.code
-                await error.response()(scope, receive, noting)
+                await error.response(scope["path"])(scope, receive, noting)
             else:
                 await self.run(scope, body, receive, noting, ticket)
         except (ConnectionError, TimeoutError):  # the client left during its request, or stopped reading
@@ -106,12 +106,13 @@ class Gate:
         if scope["path"] in ("/", "/health", "/ping"):
             return None
         key = self.service.api_key
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        # Two headers are refused: a proxy in front of the server may have checked the other one.
+        begins = {b"authorization": b"", b"x-api-key": b"Bearer "}
+        given = [begins[name] + value for name, value in scope["headers"] if name in begins]
+        # Each of several keys must be right: a proxy in front of the server may have checked any of them.
         if key is not None and not (
-            len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + key.encode())
+            given and all(hmac.compare_digest(one, b"Bearer " + key.encode()) for one in given)
         ):
-            message = "the API key is missing or wrong; send it as Authorization: Bearer ..."
+            message = "the API key is missing or wrong; send it as Authorization: Bearer ... or as x-api-key"
             return APIError(401, message, code="invalid_api_key", www_authenticate="Bearer")
         if scope["method"] == "POST" and not self.service.is_serving:
             return unavailable("the server is shutting down")

@@ -79,12 +79,7 @@ class ResponsesRequest(BaseModel):
             summaries = "summary", "generate_summary"
             effort = without_unserved("reasoning", self.reasoning or {}, ("effort",), summaries).get("effort")
         with refusing(self, "tools"):
-            others = sorted({str(kind) for tool in self.tools or [] if (kind := type_of(tool)) != "function"})
-            tools = [chat_tool(tool) for tool in self.tools or [] if type_of(tool) == "function"]
-        if others:
-            logging.getLogger(__name__).warning(
-                "left out tools of types %s: only functions are known", others
-            )
+            tools = [chat_tool(tool) for tool in of_type("function", self.tools)]
         with refusing(self, "input"):
             messages = [] if self.input == [] and self.instructions else messages_of(self.input)
         if self.instructions is not None:
@@ -95,11 +90,20 @@ class ResponsesRequest(BaseModel):
         return InputChat.model_validate(sampling | fields | {"max_completion_tokens": self.max_output_tokens})
 
 
-def type_of(tool: Any) -> str:
-    """Return a tool's type. Raises ValueError if it has none."""
-    if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-        raise ValueError(f"tools must hold objects with a type, got {tool!r:.80}")
-    return str(tool["type"])
+def of_type(kind: str, tools: list[Any] | None, default: str | None = None) -> list[dict[str, Any]]:
+    """Return the tools of this type, and log the types of the others, which are left out.
+
+    Raises:
+        ValueError: a tool has no type, and there is no default.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for tool in tools or []:
+        if not isinstance(tool, dict) or not isinstance(name := tool.get("type") or default, str):
+            raise ValueError(f"tools must hold objects with a type, got {tool!r:.80}")
+        found.setdefault(name, []).append(tool)
+    if others := sorted(found.keys() - {kind}):
+        logging.getLogger(__name__).warning("left out tools of types %s: only functions are known", others)
+    return found.get(kind, [])
 
 
 def chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -176,11 +180,12 @@ class ResponseStream:
     `created` is in seconds since the epoch.
     """
 
-    def __init__(self, body: ResponsesRequest, request_id: str, created: int, model: str) -> None:
+    def __init__(self, body: ResponsesRequest, ticket: Ticket, created: int, model: str) -> None:
+        self.ticket = ticket
         names = {"instructions", "max_output_tokens", "temperature", "top_p"}
         is_parallel = body.parallel_tool_calls is not False
         self.head: dict[str, Any] = {
-            **{"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model},
+            **{"id": f"resp_{ticket.id}", "object": "response", "created_at": created, "model": model},
             **body.model_dump(include=names),
             "text": body.text or {"format": {"type": "text"}},
             **{"error": None, "metadata": {}, "previous_response_id": None, "truncation": "disabled"},
@@ -217,9 +222,9 @@ class ResponseStream:
             yield self._event(f"{arguments}.done", **place, **function)
             yield self._end_item({**item, "status": "completed"})
 
-    def end(self, finish_reason: str, usage: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def end(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events that come after the answer. The last one holds the complete response."""
-        is_cut = finish_reason == "length"
+        is_cut, usage = choice["finish_reason"] == "length", self.ticket.usage()
         status = "incomplete" if is_cut else "completed"
         if not self.output:
             yield from self._open()
@@ -301,17 +306,23 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Handle POST /v1/responses."""
     ticket, service = request.state.ticket, request.app.state.service
     choices = await service.start(body.chat(), request)
-    response = ResponseStream(body, ticket.id, int(time.time()), service.name)
+    response = ResponseStream(body, ticket, int(time.time()), service.name)
     if body.stream:
         return EventStream(events(response, choices, ticket))
-    async with aclosing(choices):
-        (choice,) = [choice async for choice in choices]
-    *_, last = [*response.piece(choice["message"]), *response.end(choice["finish_reason"], ticket.usage())]
+    choice = await only_choice(choices)
+    *_, last = [*response.piece(choice["message"]), *response.end(choice)]
     return JSON(last["response"])
 
 
-async def events(response: ResponseStream, choices: Choices, ticket: Ticket) -> AsyncGenerator[bytes]:
-    """Yield the response as server-sent events."""
+async def only_choice(choices: Choices) -> dict[str, Any]:
+    """Return the choice of a request for one whole answer."""
+    async with aclosing(choices):
+        (choice,) = [choice async for choice in choices]
+    return choice
+
+
+async def events(response: Any, choices: Choices, ticket: Ticket) -> AsyncGenerator[bytes]:
+    """Yield a `ResponseStream`, or another that has its methods, as server-sent events."""
     try:
         async with aclosing(choices):
             for content in response.begin():
@@ -319,7 +330,7 @@ async def events(response: ResponseStream, choices: Choices, ticket: Ticket) -> 
             async for choice in choices:
                 for content in response.piece(choice["delta"]):
                     yield named_event(content)
-        for content in response.end(choice["finish_reason"], ticket.usage()):
+        for content in response.end(choice):
             yield named_event(content)
     except APIError as error:
         ticket.error = error.code

@@ -59,14 +59,14 @@ KEEP_ALIVE_SECONDS = 10.0  # proxies and clients give up on a connection that is
 class EventStream(StreamingResponse):
     """Sends server-sent events, and closes the generator that makes them however the response ends.
 
-    While there is nothing to send, such as during a long prefill, it sends comments, which clients ignore.
+    While there is nothing to send, such as during a long prefill, it sends `waiting`, which clients ignore.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], waiting: bytes = b": waiting\n\n") -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.events, self.last_sent = events, 0.0  # seconds of time.monotonic()
+        self.events, self.waiting, self.last_sent = events, waiting, 0.0  # seconds of time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. `Gate` cancels this call when the client disconnects."""
@@ -77,7 +77,7 @@ class EventStream(StreamingResponse):
                 await asyncio.sleep(self.last_sent + KEEP_ALIVE_SECONDS - time.monotonic())
                 if time.monotonic() >= self.last_sent + KEEP_ALIVE_SECONDS:
                     self.last_sent = time.monotonic()
-                    await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                    await send({"type": "http.response.body", "body": self.waiting, "more_body": True})
 
         async with aclosing(self.events):
             await send(
@@ -276,10 +276,7 @@ class Service:
             except RuntimeError as error:  # the engine is closed
                 raise unavailable(str(error)) from None
             except PromptTooLongError as error:
-                # Clients recognize the first sentence (litellm), or the code in the message (langchain).
-                code = "context_length_exceeded"
-                limit = f"This model's maximum context length is {engine.max_model_len} tokens"
-                raise APIError(400, f"{limit} ({code}): {error}", param=body.source, code=code) from None
+                raise body.too_long(error, engine.max_model_len) from None
 
     async def choices(self, body: Body, checked: list[CheckedRequest], ticket: Ticket) -> Choices:
         """Yield the engine's outputs as choices of the API, and count their tokens on the ticket.

@@ -15,6 +15,7 @@ import pytest
 from filelock import FileLock
 
 from tests.helpers import DEMO
+from tests.serving import Script, scripted
 
 ROOT = DEMO.parent.parent
 LISTED, AGENTS = (ROOT / "tests" / f"outside_{name}.txt" for name in ("tools", "agents"))
@@ -243,6 +244,92 @@ said["called"] = called
     assert said["streamed"] == [kinds, "gnigap"]
     assert said["whole"] == "gnigap"
     assert len(said["called"]) == 2
+
+
+@pytest.mark.slow
+def test_anthropic(run, tmp_path):
+    """The answers are a script's: the bundled model knows neither thoughts nor tools."""
+    program = """
+import anthropic
+client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="sesame", max_retries=0)
+schema = Sum.model_json_schema()
+kept = {"type": "ephemeral"}
+asked = {
+    "model": "demo",
+    "max_tokens": 300,
+    "messages": messages,
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": kept}],
+    "tools": [{"name": "add", "description": "Add.", "input_schema": schema, "cache_control": kept}],
+}
+first = client.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+with client.messages.stream(**asked, thinking={"type": "adaptive"}) as stream:
+    kinds = [event.type for event in stream]
+    final = stream.get_final_message()
+(use,) = (block for block in first.content if block.type == "tool_use")
+result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "85"}]}
+asked["messages"] = [*messages, first.to_param(), {"role": "user", "content": [result]}]
+last = client.messages.create(**asked, thinking={"type": "disabled"})
+raw = client.messages.create(**asked, stream=True, stop_sequences=["8", "x"])
+ends = [event.delta for event in raw if event.type == "message_delta"]
+count = client.messages.count_tokens(**{name: asked[name] for name in asked if name != "max_tokens"})
+settings = {"ignore_eos": True, "top_k": 1, "temperature": 0, "seed": 1}
+extra = client.messages.create(**asked | {"max_tokens": 50}, extra_body=settings)
+edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+beta = client.beta.messages.create(**asked, betas=["context-management-2025-06-27"], context_management=edits)
+numbers = [{"role": "user", "content": "Two numbers"}]
+parsed = client.messages.parse(model="demo", max_tokens=300, messages=numbers, output_format=Sum)
+called = client.messages.create(**{**asked, "messages": numbers}, tool_choice={"type": "any"})
+refused = []
+for change in (
+    {"model": "claude"},
+    {"messages": [{"role": "user", "content": "a b c d " * 2000}]},
+    {"extra_body": {"top_kk": 1}},
+    {"extra_headers": {"Authorization": "Bearer open"}},
+):
+    try:
+        client.messages.create(**asked | change)
+    except anthropic.APIStatusError as error:
+        refused.append([type(error).__name__, error.body["error"]["type"], error.body["error"]["message"]])
+said = {
+    "version": anthropic.__version__,
+    "first": [block.to_dict() for block in first.content],
+    "reasons": [first.stop_reason, last.stop_reason, ends[0].stop_reason, ends[0].stop_sequence],
+    "stream": [block.to_dict() for block in final.content],
+    "events": sorted(set(kinds)),
+    "texts": [answer.content[0].text for answer in (last, beta)],
+    "counted": count.input_tokens == last.usage.input_tokens + last.usage.cache_read_input_tokens,
+    "output tokens": extra.usage.output_tokens,
+    "parsed": parsed.parsed_output.a,
+    "called": called.content[0].name,
+    "models": [model.id for model in client.models.list()],
+    "refused": refused,
+}
+"""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call>'
+    script = Script()
+    script.says = {"<|tool|>85": "It is 85.", QUESTION: f"A sum.</think>I add.{call}"}
+    with scripted(script, tmp_path / "model", api_key="sesame") as (url, _):
+        said = said_by(run, url, program)
+    assert said.pop("parsed") in range(100)
+    first, streamed = ([block.pop("type") for block in said[name]] for name in ("first", "stream"))
+    assert first == streamed == ["thinking", "text", "tool_use"]
+    for thought, text, use in (said.pop("first"), said.pop("stream")):
+        assert (thought["thinking"], text["text"], use["input"]) == ("A sum.", "I add.", {"a": 27, "b": 58})
+    blocks = [f"content_block_{what}" for what in ("delta", "start", "stop")]
+    others = ["input_json", "message_delta", "message_start", "message_stop", "signature", "text", "thinking"]
+    *refusals, wrong_key = said.pop("refused")
+    too_long = re.fullmatch(r"prompt is too long: (\d+) tokens > 1023 maximum", refusals.pop(1)[2])
+    assert int(too_long[1]) > 1023
+    assert [error[:2] for error in refusals] == [
+        ["NotFoundError", "not_found_error"],
+        ["BadRequestError", "invalid_request_error"],
+    ]
+    assert wrong_key[:2] == ["AuthenticationError", "authentication_error"]
+    assert said == {
+        **{"version": "2.14.0", "models": ["demo"], "called": "add", "counted": True, "output tokens": 50},
+        **{"reasons": ["tool_use", "end_turn", "stop_sequence", "8"], "texts": ["It is 85."] * 2},
+        "events": [*blocks, *others],
+    }
 
 
 @pytest.mark.slow

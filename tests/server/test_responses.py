@@ -6,6 +6,7 @@ import openai
 import pydantic
 import pytest
 
+from nanoengine.server.request_guard import Ticket
 from nanoengine.server.responses import ResponsesRequest, ResponseStream
 from tests.serving import http, paced_steps
 
@@ -123,12 +124,12 @@ def test_a_function_is_called_and_its_output_is_part_of_the_next_input(client):
 
 
 def test_the_items_of_a_stream_are_text_and_calls_in_order():
-    stream = ResponseStream(ResponsesRequest(input=QUESTION), "1", 0, "demo")
+    ticket = Ticket("1", "POST", "/v1/responses")
+    stream = ResponseStream(ResponsesRequest(input=QUESTION), ticket, 0, "demo")
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     pieces = [{"content": "So"}, {"content": ":"}, {"content": None, "tool_calls": [call]}, {"content": "!"}]
-    names = *(f"{kind}_tokens" for kind in ("prompt", "completion", "total")), "prompt_tokens_details"
-    usage = dict.fromkeys((*names, "completion_tokens_details"))
-    events = [event for piece in pieces for event in stream.piece(piece)] + [*stream.end("stop", usage)]
+    events = [event for piece in pieces for event in stream.piece(piece)]
+    events += stream.end({"finish_reason": "stop"})
     kinds = [event["type"].removeprefix("response.") for event in events]
     message = ["output_item.added", "content_part.added", "output_text.delta"]
     end = ["output_text.done", "content_part.done", "output_item.done"]
