@@ -6,6 +6,7 @@ transformers reads all other families. gguf_tokenizer.py reads the tokenizer.
 Sources: ggml's docs/gguf.md; gguf-py/gguf/quants.py and constants.py for the layouts.
 """
 
+import functools
 import math
 import os
 import re
@@ -18,9 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from nanoengine.backends.quantization import Quantized
 from nanoengine.checkpoints.safetensors_files import (
@@ -32,12 +32,16 @@ from nanoengine.checkpoints.safetensors_files import (
 from nanoengine.signals import uninterrupted
 
 try:
+    import gguf
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    from nanoengine.checkpoints.gguf_fields import OWN, ModelFields, check_types
 except ImportError:
     raise ValueError("a GGUF file needs the package gguf: pip install 'nanoengine[quantized]'") from None
 
-# The config classes by name, because importing any of them takes a second.
-FAMILIES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+# transformers builds this table again for each module of a model, which takes a second for 62 layers.
+gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 OF_LAYERS = {  # after the prefixes "blk.0." and "model.layers.0."
     "attn_norm": "input_layernorm",
@@ -78,7 +82,6 @@ STRING, ARRAY = 8, 9
 MAX_ENTRIES = 1 << 13  # of metadata fields, and of tensors
 MAX_STRINGS = 1 << 22  # in all arrays together
 MAX_DIMENSIONS = 4  # ggml's own limit
-MAX_SIZE = 1 << 24  # of any dimension of a layer, and of the context
 LENGTH = struct.Struct("<Q")
 
 
@@ -220,13 +223,15 @@ class GGUFFile:
                 self._version = _version(os.fstat(file.fileno()))
                 header = Header(mmap(file.fileno(), 0, access=ACCESS_READ))
             self.fields, self._data, self._tensors = header.fields, header.data, header.tensors
-            num_files = self.fields.get("split.count")
-            if isinstance(num_files, int) and num_files > 1:
-                raise ValueError("it is one of several files; join them with llama-gguf-split --merge")
             self.architecture: Any = self.fields.get("general.architecture")
-            if not isinstance(self.architecture, str):
+            check_types(self.fields, self.architecture)
+            if self.fields.get("split.count", 0) > 1:
+                raise ValueError("it is one of several files; join them with llama-gguf-split --merge")
+            if self.architecture is None:
                 raise ValueError("it has no general.architecture")
-            self.is_known = self.architecture in FAMILIES and not self._field("expert_count")
+            self.is_known = self.architecture in OWN
+            shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+            self._model = ModelFields(self.fields, self.architecture, shapes)
             self.headers: dict[str, TensorHeader] = {}
             for own_name, tensor in self._tensors.items():
                 if own_name != DIVISORS:
@@ -247,16 +252,15 @@ class GGUFFile:
 
     def _check_sizes(self) -> None:
         """Check the stated numbers of layers, tokens and merges, so that no layer gets lost."""
-        stated = self._number("block_count")
-        optional = 0 if self.is_known else self._number("nextn_predict_layers", 0, 0, 8)
+        stated = self._model.number("block_count")
         layers = {int(match[1]) for name in self._tensors if (match := LAYER.match(name))}
-        if not stated - optional <= len(layers) <= stated or max(layers, default=-1) >= len(layers):
+        if len(layers) != stated or max(layers, default=-1) >= len(layers):
             raise ValueError(
                 f"its {self.architecture}.block_count is {stated}, but it has {len(layers)} layers"
             )
         if len(self._tensors) < (9 if self.is_known else 3) * len(layers):
             raise ValueError(f"it has only {len(self._tensors)} tensors for {len(layers)} layers")
-        self._number("context_length", 1)
+        self._model.number("context_length", 1)
         tokens, merges = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
         self.num_tokens = len(tokens.starts) if isinstance(tokens, Strings) else 0
         embedding = self._tensors.get("token_embd.weight")
@@ -270,18 +274,6 @@ class GGUFFile:
             # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
             raise ValueError(f"it has {len(merges.starts)} merges, too many for {self.num_tokens} tokens")
 
-    def _field(self, name: str, default: Any = None) -> Any:
-        return self.fields.get(f"{self.architecture}.{name}", default)
-
-    def _number(self, name: str, default: float | None = None, low: float = 1, high: float = MAX_SIZE) -> Any:
-        """Return a field that must be a number in [low, high], and an integer if `low` is one."""
-        value, kinds = self._field(name, default), (int,) if isinstance(low, int) else (int, float)
-        if type(value) not in kinds or not low <= value <= high:
-            kind = "an integer" if isinstance(low, int) else "a number"
-            name = f"{self.architecture}.{name}"
-            raise ValueError(f"its {name} must be {kind} from {low} to {high}, got {value!r:.99}")
-        return value
-
     def strings(self, name: str) -> list[str]:
         """Return a field that must be an array of strings."""
         value = self.fields.get(name)
@@ -291,18 +283,14 @@ class GGUFFile:
 
     def token_id(self, name: str) -> int | None:
         """Return the id of a special token, such as "eos", or None if the file has none."""
-        value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
-        if type(value) is not int and value is not None:
-            raise ValueError(f"its tokenizer.ggml.{name}_token_id must be an integer, got {value!r:.99}")
-        return value
+        return self.fields.get(f"tokenizer.ggml.{name}_token_id")
 
     def end_ids(self) -> list[int]:
         """Return the tokens that end a turn: those that the header states, and those with a name in ENDS.
 
         Named tokens may be user-defined, as in Phi-3. But a user-defined `</s>` is HTML, as in Gemma.
         """
-        with as_value_error(self.path):
-            stated = [i for name in ("eos", "eot", "eom") if (i := self.token_id(name)) is not None]
+        stated = [i for name in ("eos", "eot", "eom") if (i := self.token_id(name)) is not None]
         tokens, types = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
         found: dict[str, int] = {}
         if isinstance(tokens, Strings) and isinstance(types, np.ndarray) and len(types) == self.num_tokens:
@@ -317,81 +305,51 @@ class GGUFFile:
     def read_config(self) -> Any:
         """Return the model's transformers config. Checks its sizes against the file's tensors."""
         with as_value_error(self.path):
-            config = self._known_config() if self.is_known else self._other_config()
+            config = self._model.config()
+            config.bos_token_id = self.token_id("bos")
+            self._apply_divisors(config)
         check_fields(self.path, config)
         if self.is_known:
+            types = {tensor.kind.name for tensor in self._tensors.values()}
+            config.dtype = torch.float32 if types == {"F32"} else torch.bfloat16
+            if types <= {"F32", "F16"} and "F16" in types:
+                config.dtype = torch.float16
             return config  # `load.check_fit` compares it with the tensors
         with uninterrupted(), torch.device("meta"), as_value_error(self.path):
             auto: Any = AutoModelForCausalLM
-            needed = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+            model = auto.from_config(config)
+            needed = sum(parameter.numel() for parameter in model.parameters())
             held = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
             if needed > 2 * held:  # twice as many, because a tied head may be counted twice
                 raise ValueError(f"its config describes {needed} weights, but it has {held}")
+            self._check_names(model)
         return config
 
-    def _known_config(self) -> Any:
-        number = self._number
-        hidden_size, num_heads = number("embedding_length"), number("attention.head_count")
-        num_kv_heads = number("attention.head_count_kv", num_heads)
-        head_dim = number("attention.key_length", hidden_size // num_heads, 2)
-        if head_dim % 2 or num_heads % num_kv_heads:
-            raise ValueError(f"{num_heads} heads of {head_dim} on {num_kv_heads} KV heads are not possible")
-        for name in ("attention.value_length", "rope.dimension_count"):
-            if self._field(name, head_dim) != head_dim:
-                raise UnsupportedModelError(f"its {name} must equal its head_dim, {head_dim}")
-        if self._field("attention.sliding_window"):
-            raise UnsupportedModelError("it has sliding windows, but does not state in which layers")
-        if "model.embed_tokens.weight" not in self.headers:
-            raise ValueError("it lacks tensor 'token_embd.weight'")
-        config = getattr(transformers, FAMILIES[self.architecture])(
-            vocab_size=self._tensors["token_embd.weight"].shape[0],
-            hidden_size=hidden_size,
-            intermediate_size=number("feed_forward_length"),
-            num_hidden_layers=number("block_count"),
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=number("context_length"),
-            rms_norm_eps=number("attention.layer_norm_rms_epsilon", None, 0.0, 1.0),
-            tie_word_embeddings="lm_head.weight" not in self.headers,
-            attention_bias="model.layers.0.self_attn.q_proj.bias" in self.headers,
-            mlp_bias="model.layers.0.mlp.gate_proj.bias" in self.headers,
-            bos_token_id=self.token_id("bos"),
-        )
-        config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
-        config.rope_parameters = self._rope(head_dim)
-        types = {tensor.kind.name for tensor in self._tensors.values()}
-        config.dtype = torch.float32 if types == {"F32"} else torch.bfloat16
-        if types <= {"F32", "F16"} and "F16" in types:
-            config.dtype = torch.float16
-        return config
+    def _check_names(self, model: Any) -> None:
+        """Raise ValueError if transformers has no place for a tensor, because it would ignore the tensor."""
+        import transformers.modeling_gguf_pytorch_utils as loader  # only here: it takes time
 
-    def _rope(self, head_dim: int) -> dict[str, Any]:
-        theta = float(self._number("rope.freq_base", 10000.0, 2.0, 1e38))
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-        if DIVISORS in self._tensors:
-            divisors = self._read(DIVISORS).tolist()
-            if len(divisors) != head_dim // 2 or not all(0 < divisor < math.inf for divisor in divisors):
-                raise ValueError(f"its {DIVISORS} must hold {head_dim // 2} positive numbers")
-            return rope | {"rope_type": "divided", "divisors": divisors}
-        kind = self._field("rope.scaling.type", "none")
-        if kind == "none":
-            return rope
-        if kind not in ("linear", "yarn"):
-            raise UnsupportedModelError(f"its rope.scaling.type {kind!r} is not supported")
-        factor = float(self._number("rope.scaling.factor", None, 1.0, 1e38))
-        rope |= {"rope_type": kind, "factor": factor}
-        if kind == "yarn":
-            rope["original_max_position_embeddings"] = self._number("rope.scaling.original_context_length")
-        return rope
+        make: Any = loader.TENSOR_PROCESSORS.get(self.architecture, loader.TensorProcessor)
+        names = loader.get_gguf_hf_weights_map(model, make())
+        for name in self._tensors:
+            if name not in names and name.removesuffix(".weight") not in names:  # experts have no suffix
+                raise ValueError(f"it holds tensor {name!r}, which {type(model).__name__} does not have")
 
-    def _other_config(self) -> Any:
-        """Return transformers' config, unless transformers would silently ignore the file's rope scaling."""
-        if self._field("rope.scaling.type", "none") != "none":
-            raise UnsupportedModelError("its rope is scaled, which transformers does not read from this file")
-        if any(name.startswith(("rope_freqs", "rope_factors")) for name in self._tensors):
-            raise UnsupportedModelError("its rope is scaled by tensors, which transformers does not read")
-        return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
+    def _apply_divisors(self, config: Any) -> None:
+        """Set a rope whose frequencies are divided by a tensor, as llama.cpp stores Llama 3's."""
+        if not self.is_known:
+            if any(name.startswith(("rope_freqs", "rope_factors")) for name in self._tensors):
+                raise UnsupportedModelError("its rope is scaled by tensors, which transformers does not read")
+        elif DIVISORS in self._tensors:
+            rope, divisors = config.rope_parameters, self._read(DIVISORS)
+            if rope["rope_type"] == "yarn":
+                raise UnsupportedModelError(f"it has {DIVISORS}, which is not supported with yarn")
+            if len(divisors) != config.head_dim // 2 or not all(
+                0 < one < math.inf for one in divisors.tolist()
+            ):
+                raise ValueError(f"its {DIVISORS} must hold {config.head_dim // 2} positive numbers")
+            divided = {"rope_type": "divided", "divisors": (divisors * rope.get("factor", 1.0)).tolist()}
+            config.rope_parameters = {"rope_theta": rope["rope_theta"], **divided}
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a weight is quantized."""
@@ -423,7 +381,7 @@ class GGUFFile:
         Rope rotates dimensions i and i + D / 2 together in transformers, but 2 i and 2 i + 1 in llama.cpp.
         """
         num_rows = len(weight.integers if isinstance(weight, Quantized) else weight)
-        heads = self._number(f"attention.head_count{kind}", self._number("attention.head_count"))
+        heads = self._model.number(f"attention.head_count{kind}", self._model.number("attention.head_count"))
         rows = torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
         if isinstance(weight, Quantized):
             integers, scales, zeros, bits = weight
