@@ -133,6 +133,9 @@ class Checkpoint:
             if rope["rope_type"] == "yarn":
                 positions = max(positions, int(original * factor))
                 self._check_number("rope's factor, times the original_max_position_embeddings,", positions)
+            elif rope["rope_type"] == "linear" and not config.model_type.startswith("gemma3"):
+                positions = int(positions * factor)  # Gemma 3's number already includes the factor
+                self._check_number("rope's factor, times the positions,", positions)
             elif rope["rope_type"] in ("dynamic", "longrope"):
                 # Past the original length the frequencies depend on the sequence's length, so every key in
                 # the cache would have to be computed again.
@@ -192,7 +195,11 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     stated_eos = _stated_eos(whole, ends, overrides)
     part = None  # the language model's config, if the model is multimodal
     is_text_only = whole.get_text_config(decoder=True) is whole
-    if overrides or architecture_of(whole) not in SUPPORTED_ARCHITECTURES or not is_text_only:
+    if (
+        overrides
+        or SUPPORTED_ARCHITECTURES.get(whole.model_type) != architecture_of(whole)
+        or not is_text_only
+    ):
         from nanoengine.checkpoints.hf_config import adapt
 
         whole, part = adapt(whole, fields, overrides)
@@ -241,7 +248,9 @@ def _choose_code(
             raise UnsupportedModelError(
                 "it embeds, scores or classifies texts; nanoengine only generates text"
             )
-        if stated := getattr(config, "quantization_config", None):
+        if stated := getattr(config, "quantization_config", None) or getattr(
+            part, "quantization_config", None
+        ):
             from nanoengine.checkpoints.quantized_formats import choose_reader
 
             quantization = choose_reader(stated, config, part, model_impl)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = {  # by model_type
+    family.lower(): f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+}
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -37,19 +37,16 @@ class DecoderConfig:
             ValueError: the architecture, rope type or activation is not supported.
         """
         architecture = architecture_of(config)
-        if architecture not in SUPPORTED_ARCHITECTURES:
-            raise ValueError(
-                f"architecture {architecture!r} is not supported; "
-                f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
+        if architecture not in (names := SUPPORTED_ARCHITECTURES.values()):
+            raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(names)}")
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; supported: silu")
         family = architecture.removesuffix("ForCausalLM")
-        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) != architecture:
+        if SUPPORTED_ARCHITECTURES.get(config.model_type) != architecture:
             raise ValueError(f"model_type {config.model_type!r} does not belong to {architecture}")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention_bias = bool(getattr(config, "attention_bias", False))
-        window = getattr(config, "sliding_window", None)
+        window = None if family == "Llama" else getattr(config, "sliding_window", None)  # Llama has none
         layer_types = getattr(config, "layer_types", None)
         if layer_types is None:
             layer_types = ["sliding_attention"] * config.num_hidden_layers

@@ -79,11 +79,20 @@ def adapt(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) -> tup
 
 
 def _name_causal_lm(config: Any) -> None:
-    """Set the causal LM in a config that names only its body, or that transformers' table of models lacks."""
-    model_type = config.model_type
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and getattr(config, "architectures", None) == [
-        MODEL_MAPPING_NAMES.get(model_type)
-    ]:
+    """Set the causal LM in a config that names only its body, or that transformers' table of models lacks.
+
+    If transformers has no causal LM with the stated name, such as LLaMAForCausalLM, the model_type decides.
+    """
+    model_type, (stated,) = config.model_type, (getattr(config, "architectures", None) or [""])[:1]
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (
+        stated == MODEL_MAPPING_NAMES.get(model_type)
+        or (model_type, stated) == ("llama", "MistralForCausalLM")  # Mistral without windows is Llama
+        or (
+            stated.endswith("ForCausalLM")
+            and not hasattr(config, "auto_map")
+            and stated not in dir(transformers)
+        )
+    ):
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     text_config = config.get_text_config(decoder=True)  # an encoder-decoder has two
     if text_config.model_type == "mistral4":  # the table has a multimodal class for it

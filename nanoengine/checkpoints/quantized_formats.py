@@ -23,6 +23,16 @@ from nanoengine.checkpoints.safetensors_files import Files, TensorHeader, Unsupp
 Tensors = Mapping[str, Tensor]  # the parts of one weight, by the ends of their names
 Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all of them
 FLOATS = ("F16", "BF16", "F32")
+# Scales of activations and of the KV cache
+UNUSED = (
+    "activation_scale",
+    "input_scale",
+    "input_zero_point",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+)
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight consecutive outputs in a word of 32 bits
 
 
@@ -133,7 +143,7 @@ def _integers(
 
 
 def _as_matrix(scales: Tensor) -> Tensor:
-    return scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
+    return scales.float().reshape(-1, 1) if scales.dim() < 2 else scales.float()  # one per output
 
 
 def _floats(weight: Tensor, scales: Tensor, blocks: set[Block]) -> Tensor:
@@ -254,7 +264,6 @@ def _compressed(stated: dict[str, Any]) -> Format:
         return _floats(weight, scales, blocks)
 
     name = "compressed-tensors"
-    unused = "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"
     if kind == "pack-quantized":
         parts = (
             Part("weight_packed", ("I32",)),
@@ -263,21 +272,33 @@ def _compressed(stated: dict[str, Any]) -> Format:
             Part("weight_zero_point", ("I32", "I8"), True),
             Part("weight_g_idx", ("I32",), True),
         )
-        return Format(name, parts, read_packed, unused)
+        return Format(name, parts, read_packed, UNUSED)
     stored = "I8" if kind == "int-quantized" else "F8_E4M3"
     parts = Part("weight", (stored,)), Part("weight_scale", FLOATS), Part("weight_zero_point", ("I8",), True)
-    return Format(name, parts, read_plain, unused)
+    return Format(name, parts, read_plain, UNUSED)
 
 
 def _fp8(stated: dict[str, Any]) -> Format:
     block = stated.get("weight_block_size")
     blocks = {(None, None) if block is None else _block_size(block, "weight_block_size")}
 
-    def read(tensors: Tensors) -> Tensor:
-        return _floats(tensors["weight"], tensors["weight_scale_inv"], blocks)
+    if block is None:
+        blocks.add((1, None))  # a scale per output
 
-    parts = Part("weight", ("F8_E4M3",)), Part("weight_scale_inv", (*FLOATS, "F8_E8M0"))
-    return Format("fp8", parts, read, ("activation_scale", "input_scale"))
+    def read(tensors: Tensors) -> Tensor:
+        scales = [tensors[name] for name in ("weight_scale_inv", "weight_scale") if name in tensors]
+        if len(scales) != 1:
+            raise ValueError(f"it has {len(scales)} of weight_scale_inv and weight_scale")
+        return _floats(tensors["weight"], scales[0], blocks)
+
+    types = (*FLOATS, "F8_E8M0")
+    scales = Part("weight_scale_inv", types, True), Part("weight_scale", types, True)
+    return Format("fp8", (Part("weight", ("F8_E4M3",)), *scales), read, UNUSED)
+
+
+def _modelopt(stated: dict[str, Any]) -> Format:
+    _one_of(stated, "quant_algo", None, ("FP8",))
+    return _fp8({})._replace(name="modelopt")
 
 
 # ---- bitsandbytes --------------------------------------------------------------------------------
@@ -299,7 +320,11 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
 
     def read(tensors: Tensors) -> Tensor:
         state = json.loads(bytes(tensors[state_end].tolist()))
-        scales, halves = tensors["weight.absmax"].flatten(), tensors["weight"].flatten().long()
+        # bnb_4bit_quant_storage only says as what the bytes are stored
+        scales, halves = (
+            tensors["weight.absmax"].flatten(),
+            tensors["weight"].flatten().view(torch.uint8).long(),
+        )
         if ("weight.nested_absmax" in tensors) != (scales.dtype == torch.uint8):
             raise ValueError(f"absmax is {scales.dtype}; uint8 needs nested_absmax, floats exclude it")
         if "weight.nested_absmax" in tensors:
@@ -313,8 +338,8 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
         return (values * _spread(scales, state["blocksize"], size)).view(state["shape"])
 
     parts = (
-        Part("weight", ("U8",)),
         Part("weight.absmax", ("F32", "U8")),
+        Part("weight", ("U8", *FLOATS)),
         Part("weight.quant_map", ("F32",)),
         Part("weight.nested_absmax", ("F32",), True),
         Part("weight.nested_quant_map", ("F32",), True),
@@ -336,6 +361,7 @@ FORMATS = {
     "compressed-tensors": _compressed,
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
+    "modelopt": _modelopt,
 }
 DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantizes while loading
 

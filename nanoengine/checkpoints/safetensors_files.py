@@ -83,16 +83,22 @@ def _read_headers(path: Path, rename: Callable[[str], str | None] | None) -> dic
             if name is None or name.endswith("rotary_emb.inv_freq"):  # a buffer in old Llama checkpoints
                 continue
             if name in headers:
-                raise ValueError(f"{path} holds tensor {name!r} twice")
+                where = f"{headers[name].file.name} and {file.name}"
+                raise ValueError(f"{path} holds tensor {name!r} twice, in {where}")
             tensor = tensors.get_slice(saved_name)
             headers[name] = TensorHeader(file, saved_name, tensor.get_dtype(), tuple(tensor.get_shape()))
     return headers
 
 
 def _tensor_files(path: Path) -> list[Path]:
-    """Return the files that the index names. Without one: model*.safetensors, or else all others."""
-    index = path / "model.safetensors.index.json"
+    """Return the files that the index names. Without one: model.safetensors, or model*, or all others.
+
+    If the index names files that are not there, and there is a model.safetensors, the index is ignored.
+    """
+    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
+        if whole.is_file():  # the others are variants, such as model.fp16.safetensors
+            return [whole]
         files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
         if not files:
             raise ValueError(f"{path} holds no *.safetensors; pickled weights (*.bin, *.pt) are not loaded")
@@ -107,6 +113,8 @@ def _tensor_files(path: Path) -> list[Path]:
     with as_value_error(index):  # a name may be too long for the system
         for file in files:
             if not file.is_file():
+                if whole.is_file() and whole not in files:
+                    return [whole]
                 raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")
     return files
 
@@ -151,7 +159,9 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
     for name in ("quantize_config.json", "hf_quant_config.json"):  # written by GPTQ and ModelOpt
         if not getattr(config, "quantization_config", None) and (path / name).is_file():
             stated = read_json(path / name)
-            config.quantization_config = stated.get("quantization") or {"quant_method": "gptq", **stated}
+            modelopt = {"quant_method": "modelopt", **(stated.get("quantization") or {})}
+            is_gptq = name.startswith("quantize")
+            config.quantization_config = {"quant_method": "gptq", **stated} if is_gptq else modelopt
     return config
 
 

@@ -119,13 +119,13 @@ def float_quantized(shape, block=None, scale_name="weight_scale"):
     return {"weight": weight, scale_name: saved}, weight.double() * wide.double()
 
 
-def nf4(shape, nested=True, block=64):
+def nf4(shape, nested=True, block=64, stored=torch.uint8):
     table = torch.tensor([-1.0, *sorted((torch.rand(14) * 2 - 1).tolist()), 1.0])
     numbers = torch.randint(0, 16, (shape[0] * shape[1],))
     blocks = -(-numbers.numel() // block)
     padded = torch.nn.functional.pad(numbers, (0, numbers.numel() % 2))
     bytes_of_pairs = (padded[::2] << 4 | padded[1::2]).to(torch.uint8).unsqueeze(1)
-    parts = {"weight": bytes_of_pairs, "weight.quant_map": table}
+    parts = {"weight": bytes_of_pairs.view(-1).view(stored).unsqueeze(1), "weight.quant_map": table}
     state = {"blocksize": block, "shape": list(shape), "quant_type": "nf4", "dtype": "float32"}
     if nested:
         codes, of_codes = torch.randint(0, 256, (blocks,)), torch.rand(256)
@@ -187,7 +187,22 @@ CHECKPOINTS = {
     "compressed, fp8 of blocks": (FLOAT8, partial(float_quantized, block=(32, 32)), None),
     "fp8": (FP8, partial(write_fp8, block=(32, 32)), None),
     "fp8 of the whole": ({**FP8, "weight_block_size": None}, write_fp8, None),
+    "fp8 with weight_scale": ({**FP8, "weight_block_size": None}, float_quantized, None),
+    "fp8 with a weight_scale per row": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        partial(float_quantized, block=(1, None)),
+        None,
+    ),
+    "fp8 of ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, float_quantized, None),
     "nf4": (NF4, nf4, None),
+    **{
+        f"nf4, stored as {name}": (
+            {**NF4, "bnb_4bit_quant_storage": name},
+            partial(nf4, stored=getattr(torch, name)),
+            None,
+        )
+        for name in ("bfloat16", "float32")
+    },
     "nf4, scales plain": (NF4, partial(nf4, nested=False), None),
     "int8 of bitsandbytes": (INT8, int8_of_bitsandbytes, None),
 }
@@ -247,6 +262,25 @@ def test_quantized_checkpoint_computes_with_its_dequantized_weights(name, settin
         bits = 8
     assert check_equal(model, tmp_path, **settings) == ({bits} if bits else set())
     assert (f"weights in {bits} bits on cpu" if bits else "dequantized, on cpu") in caplog.text
+
+
+def as_part(path, stated):
+    """Turn a checkpoint into a multimodal one, whose language model's config alone says the format."""
+    fields = json.loads((path / "config.json").read_text()) | {"quantization_config": stated}
+    whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": fields}
+    (path / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(path / "model.safetensors")
+    save_file({f"language_model.{name}": x for name, x in tensors.items()}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "fp8", "nf4"))]
+)
+def test_the_config_of_a_language_model_may_state_its_format(name, tmp_path):
+    stated, writer, _ = CHECKPOINTS[name]
+    model = write(tmp_path, stated, writer, hf_model("llama without gqa"))
+    as_part(tmp_path, stated)
+    check_equal(model, tmp_path)
 
 
 @pytest.mark.parametrize("packs", [False, True])

@@ -94,7 +94,7 @@ BAD_CONFIGS = [
     (rope_of("helix"), "helix"),
     *((theta_of(x), "the rope settings .*rope_theta|cannot be loaded: TypeError") for x in ("x", None)),
     *(({"text_config": x}, "config.json: the language model's config must be an object") for x in ([1], 2.0)),
-    *((quantized_with(x), f" quantized with {x}; supported: gptq, awq") for x in ("hqq", "aqlm", "modelopt")),
+    *((quantized_with(x), f" quantized with {x}; supported: gptq, awq") for x in ("hqq", "aqlm", "quark")),
 ]
 
 
@@ -144,7 +144,10 @@ DAMAGES = [
     (lambda path: (path / WEIGHTS).rename(path / "model.bin"), r"holds no \*\.safetensors; pickled weights"),
     (content(GPTQ, {"bits": 4, "group_size": 128}), "config.json says gptq, but no"),
     (content(GPTQ, {"bits": 3}), "quantized with gptq, and its bits is 3; supported: 4, 8"),
-    (content("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}), "quantized with NVFP4;"),
+    (
+        content("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
+        "with modelopt, and its quant_algo is 'NVFP4'; ",
+    ),
 ]
 
 
@@ -667,6 +670,47 @@ def test_yarn_factor_extends_the_positions():
     assert length("Llama") == 512
     assert length("Llama", max_position_embeddings=64, rope_parameters=yarn) == 256
     assert length("Llama", max_position_embeddings=1024, rope_parameters=yarn) == 1024
+
+
+def test_linear_rope_extends_the_positions_unless_the_config_states_the_product():
+    linear = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
+    for family in ("Llama", "Qwen2", "Phi"):
+        assert length(family, **linear) == 4 * 512
+    full = {"full_attention": linear["rope_parameters"], "sliding_attention": {"rope_type": "default"}}
+    assert length("Gemma3Text", rope_parameters=full) == 512
+
+
+@pytest.mark.parametrize(
+    ("family", "spelling"),
+    [("Llama", name) for name in ("LLaMAForCausalLM", "YiForCausalLM", "MistralForCausalLM")]
+    + [("Qwen2", "QwenForCausalLM"), ("Gemma", "GEMMAForCausalLM")],
+)
+def test_the_model_type_decides_if_the_architecture_is_spelled_in_another_way(family, spelling, tmp_path):
+    config = getattr(transformers, f"{family}Config")(**TINY, architectures=[spelling])
+    config.save_pretrained(tmp_path)
+    opened = open_checkpoint(str(tmp_path))
+    assert opened.architecture == f"{family}ForCausalLM"
+    assert (opened.decoder_config is not None) == (family != "Gemma")
+
+
+def test_a_window_of_a_llama_config_changes_nothing_as_in_transformers(tmp_path):
+    transformers.LlamaConfig(**TINY, architectures=["LlamaForCausalLM"], sliding_window=8).save_pretrained(
+        tmp_path
+    )
+    assert open_checkpoint(str(tmp_path)).decoder_config.windows == (None, None)
+
+
+def test_a_complete_file_is_read_beside_a_stale_index_or_a_variant(copy):
+    held = load_file(copy / "model.safetensors")
+    save_file({name: x.half() for name, x in held.items()}, copy / "model.fp16.safetensors")
+    headers = open_checkpoint(str(copy)).open_files().headers
+    assert {header.file.name for header in headers.values()} == {"model.safetensors"}
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(held, "model-00001-of-00001.safetensors")}))
+    assert open_checkpoint(str(copy)).open_files().headers == headers
+    index.unlink()
+    (copy / "model.safetensors").rename(copy / "model-1.safetensors")
+    refuse(copy, r"twice, in model-1.safetensors and model.fp16.safetensors")
 
 
 def test_rope_that_depends_on_the_length_limits_the_positions(tmp_path):
