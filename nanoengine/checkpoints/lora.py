@@ -43,12 +43,13 @@ class Adapter:
 
     Args:
         path: a directory with adapter_config.json and adapter_model.safetensors.
+        is_part: whether the model is the language model of the multimodal model that the adapter is for.
 
     Raises:
         ValueError: a file is missing or damaged, or the adapter is neither plain LoRA nor DoRA.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_part: bool = False) -> None:
         self.path = path
         config_path, file = path / "adapter_config.json", path / "adapter_model.safetensors"
         for one in (config_path, file):
@@ -62,9 +63,16 @@ class Adapter:
         self._bases: dict[str, Tensor] = {}  # name -> the base weight or bias of an adapted layer
         self._parts: dict[str, dict[str, Tensor]] = {}  # name -> its A, B and magnitude_vector
         self._whole: dict[str, Tensor] = {}  # name -> a tensor that replaces the weight
+        self._trained: dict[str, str] = {}  # layer -> its name in the model that the adapter was trained on
+        if is_part:
+            from nanoengine.checkpoints.hf_config import name_in_part  # slow to import
         for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
             tensor = tensors.get_tensor(saved_name)
-            name = saved_name.removeprefix(PREFIX)
+            trained = saved_name.removeprefix(PREFIX)
+            name = name_in_part(trained) if is_part else trained
+            if name is None:  # of another part, which is not loaded
+                continue
+            self._trained[name.partition(".lora_")[0]] = trained.partition(".lora_")[0]
             if found := re.fullmatch(r"(.+)\.lora_((?:embedding_)?[AB]|magnitude_vector)(\.weight)?", name):
                 self._parts.setdefault(f"{found[1]}.weight", {})[found[2]] = tensor
             elif ".lora_" in name or not saved_name.startswith(PREFIX):
@@ -73,6 +81,8 @@ class Adapter:
                 self._bases[name.replace(".base_layer.", ".")] = tensor
             else:
                 self._whole[name] = tensor
+        if not self.names():
+            raise ValueError(f"{file} changes no weight of the language model")
 
     def names(self, tied: Collection[str] = ()) -> set[str]:
         """Return the names of the weights that the adapter changes. `tied` are names of one tied weight."""
@@ -95,10 +105,11 @@ class Adapter:
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor of a module's product B A."""
+        trained = self._trained.get(module, module)
 
         def own(pattern: str, default: str) -> Any:
             for key, value in (self.config.get(pattern) or {}).items():
-                if re.match(rf"(.*\.)?({key})$", module):
+                if re.match(rf"(.*\.)?({key})$", trained):
                     return value
             return self.config.get(default)
 

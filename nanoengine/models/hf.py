@@ -410,7 +410,7 @@ def _load_transformers(
     if config.lora is not None:
         from nanoengine.checkpoints.lora import Adapter
 
-        adapter = Adapter(Path(config.lora))
+        adapter = Adapter(Path(config.lora), checkpoint.is_part)
         tied = _untie(causal_lm, adapter)
     _read_quantized(causal_lm, quantized, files, dtype, pack, adapter.names(tied) if adapter else set())
     if adapter is not None:

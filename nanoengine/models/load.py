@@ -96,7 +96,7 @@ def _load_decoder(
     if config.lora is not None:
         from nanoengine.checkpoints.lora import Adapter
 
-        adapter = Adapter(Path(config.lora))
+        adapter = Adapter(Path(config.lora), checkpoint.is_part)
     shapes = {} if files is None else check_fit(whole, files.headers, checkpoint.path)
     is_tied = model.config.tie_word_embeddings
     # If the files hold both a head and an embedding, the two may differ, so each is read by its own name.

@@ -727,6 +727,44 @@ def test_adapter_is_merged_and_leaves_the_other_name_of_a_tied_weight_as_peft_do
     assert "and the adapter adapter on cpu" in caplog.text
 
 
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+def test_an_adapter_of_a_multimodal_model_changes_its_language_model(impl, old, tmp_path):
+    """The vision tower has layers with the same names. The pattern has the name of a layer of the whole."""
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(text_config={**TINY, "model_type": "llama"}, vision_config=VISION)
+    config.image_token_index = 127
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    ranks = {"model.language_model.layers.1.self_attn.q_proj": 6}
+    settings = {"target_modules": ["q_proj", "lm_head"], "r": 4, "rank_pattern": ranks}
+    tuned = adapter_of(model, tmp_path / "adapter", settings, is_merged=False)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    assert any("vision_tower" in name for name in load_file(file))
+    if old:  # as before transformers 4.52
+        names = (
+            ("model.language_model.", "language_model.model."),
+            ("model.lm_head", "model.language_model.lm_head"),
+        )
+        tensors = load_file(file)
+        for now, before in names:
+            tensors = {name.replace(now, before): tensor for name, tensor in tensors.items()}
+        save_file(tensors, file)
+        text = (tmp_path / "adapter" / "adapter_config.json").read_text()
+        (tmp_path / "adapter" / "adapter_config.json").write_text(text.replace(*names[0]))
+    check_equal(tuned, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
+    save_file({name: x for name, x in load_file(file).items() if "vision_tower" in name}, file)
+    refuse(
+        tmp_path / "base",
+        "adapter_model.safetensors changes no weight of the language",
+        lora=tmp_path / "adapter",
+    )
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
