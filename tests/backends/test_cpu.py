@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu.build import FLAGS, load_library
+from nanoengine.backends.cpu.build import (
+    FLAGS,
+    LEVELS,
+    V4,
+    NoKernelsError,
+    digest,
+    load_library,
+    prebuilt_name,
+)
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cpu.kernels import TYPES, Kernels
 from nanoengine.backends.cpu.packed_layers import pack_weights
@@ -299,6 +307,44 @@ def test_a_corrupt_cached_library_is_compiled_again_and_replaced(content, quick_
     assert Kernels().was_compiled
     assert not Kernels().was_compiled
     assert cached_library(quick_compiler).read_bytes() == good
+
+
+WITHOUT_BFLOAT16 = V4.replace("avx512_bf16", "")
+
+
+@pytest.mark.parametrize(
+    ("features", "end", "level"),
+    [(V4, None, "x86-64-v4"), (WITHOUT_BFLOAT16, None, "x86-64-v3"), ("avx2", None, ""), (V4, -1, "")],
+)
+def test_without_a_compiler_a_library_of_the_wheel_is_loaded_if_it_fits_the_processor_and_its_digest(
+    features, end, level, compiled, tmp_path, monkeypatch
+):
+    content = compiled.read_bytes()
+    for each in LEVELS:
+        library = tmp_path / f"{prebuilt_name(each, 7, False)}-{digest(content)}.so"
+        library.write_bytes(content[:end])
+    monkeypatch.setattr("nanoengine.backends.cpu.build.FOLDER", tmp_path)
+    monkeypatch.setattr("nanoengine.backends.cpu.build._processor", lambda: f"x86_64 flags : fpu {features}")
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.delenv("CXX", raising=False)
+    if level:
+        library, was_compiled = load_library(TYPES[torch.bfloat16])
+        assert library._name.startswith(f"{tmp_path}/{level}-")
+        assert not was_compiled
+    else:
+        with pytest.raises(NoKernelsError, match=r"no C\+\+ compiler"):
+            load_library(TYPES[torch.bfloat16])
+
+
+def test_the_features_of_a_level_are_those_that_its_libraries_use():
+    """A processor without one of them would end the process with SIGILL."""
+    compiler = os.environ.get("CXX", "g++").split()
+    names = {"lzcnt": "abm", "bmi": "bmi1"}  # as in /proc/cpuinfo
+    for needed, options in LEVELS.values():
+        command = [*compiler, *options.split(), "-dM", "-E", "-x", "c++", os.devnull]
+        defined = re.findall(r"#define __(\w+)__ 1", subprocess.check_output(command, text=True))
+        used = {re.sub("(?<=512)(?=bf|vnni)", "_", names.get(x.lower(), x.lower())) for x in defined}
+        assert {x for x in used if re.match("avx|fma|f16c|bmi|abm|movbe", x)} - {"avx"} == {*needed.split()}
 
 
 WITHOUT_OPENMP = """#!/bin/sh

@@ -1,4 +1,7 @@
-"""The library of C++ kernels: compiled for this machine's processor at first use, and cached between runs."""
+"""The library of C++ kernels: compiled for this machine's processor at first use, and cached between runs.
+
+A wheel contains libraries for machines without a compiler, compiled for levels of x86-64 (setup.py).
+"""
 
 import ctypes
 import hashlib
@@ -15,12 +18,19 @@ from pathlib import Path
 from nanoengine.signals import uninterrupted
 from nanoengine.timing import phase
 
-SOURCE = Path(__file__).parent / "kernels.cpp"
-HEADERS = sorted(SOURCE.parent.glob("*.h"))
+FOLDER = Path(__file__).parent  # also of the libraries in a wheel
+SOURCE, HEADERS = FOLDER / "kernels.cpp", sorted(FOLDER.glob("*.h"))
 # The parts of -ffast-math that preserve NaN, infinity, and the order of sums, which decides the last bit.
 FLAGS = (
     "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
 )
+V3 = "avx2 fma f16c bmi1 bmi2 abm movbe"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16 avx512_vnni"
+# The processors that a wheel has libraries for, the fastest first: features in /proc/cpuinfo, and options.
+LEVELS = {
+    "x86-64-v4": (V4, "-march=x86-64-v4 -mavx512bf16 -mavx512vnni"),
+    "x86-64-v3": (V3, "-march=x86-64-v3"),
+}
 
 
 class NoKernelsError(RuntimeError):
@@ -30,54 +40,79 @@ class NoKernelsError(RuntimeError):
 def load_library(types: int, exact: bool = False) -> tuple[ctypes.CDLL, bool]:
     """Load the kernels for some of `kernels.TYPES` (8: with an int8 KV cache), which are compiled if needed.
 
-    A library's name contains its own digest, so that a truncated file is not loaded.
-
-    If the compiler does not support OpenMP, as Apple's does not, the kernels use one thread.
+    If they cannot be compiled, a library of the wheel is loaded. A file's name contains the digest of its
+    content, so that a truncated file is not loaded. If the compiler does not support OpenMP, as Apple's does
+    not, the kernels use one thread.
 
     Returns:
         The library, and whether it was compiled now.
 
     Raises:
-        NoKernelsError: there is no compiler, or the compiler fails.
+        NoKernelsError: there is no compiler, or the compiler fails, and the wheel has no library.
     """
     flags = f"{FLAGS} -DEXACT" if exact else FLAGS
     try:
         return _load(types, flags)
     except NoKernelsError as error:
-        if "-fopenmp" not in str(error).partition(" failed: ")[2]:
+        if "-fopenmp" in str(error).partition(" failed: ")[2]:
+            return _load(types, flags.replace("-fopenmp", "-fopenmp-simd"))
+        features = {*_processor().split()}
+        levels = (level for level, (needed, _) in LEVELS.items() if features >= {*needed.split()})
+        library = _find(FOLDER, prebuilt_name(next(levels, ""), types, exact))
+        if library is None:
             raise
-        return _load(types, flags.replace("-fopenmp", "-fopenmp-simd"))
+        return library, False
 
 
 def _load(types: int, flags: str) -> tuple[ctypes.CDLL, bool]:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise NoKernelsError("no C++ compiler; install g++ or clang++, or set CXX")
-    program, *options = compiler.split()
-    command = [program, *flags.split(), f"-DTYPES={types}", *options]  # $CXX may say -march=x86-64-v3
+    command = compiler_command(f"{flags} -DTYPES={types}")
     try:
-        version = _run([program, *options, "--version"], tempfile.gettempdir())
+        version = _run([command[0], "--version"], tempfile.gettempdir())
         sources = [path.read_text() for path in (SOURCE, *HEADERS)]
         build = "\n".join((*sources, *command, version, _processor()))
-        name = f"kernels-{_digest(build.encode())}"
+        name = f"kernels-{digest(build.encode())}"
         cache = _cache()
-        for path in cache.glob(f"{name}-*.so") if cache else ():
-            with suppress(OSError):
-                if path.name == f"{name}-{_digest(path.read_bytes())}.so":
-                    return ctypes.CDLL(str(path)), False
-                path.unlink()
+        if cache is not None and (library := _find(cache, name)) is not None:
+            return library, False
         writable = cache if cache is not None and os.access(cache, os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=writable) as directory:
             path = Path(directory) / "kernels.so"
             with phase("compiling", "compiling the kernels for this processor, once"):
                 _run([*command, str(SOURCE), "-o", str(path)], directory)
             if writable is not None:  # atomically: another process may do the same
-                path = path.replace(writable / f"{name}-{_digest(path.read_bytes())}.so")
+                path = path.replace(writable / f"{name}-{digest(path.read_bytes())}.so")
             return ctypes.CDLL(str(path)), True
     except TimeoutError:  # raised by the handler of a signal
         raise
     except OSError as error:
         raise NoKernelsError(str(error)) from error
+
+
+def compiler_command(flags: str) -> list[str]:
+    """Return the compiler with these flags.
+
+    Raises:
+        NoKernelsError: there is no compiler.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise NoKernelsError("no C++ compiler; install g++ or clang++, or set CXX")
+    program, *options = compiler.split()
+    return [program, *flags.split(), *options]  # $CXX may say -march=x86-64-v3
+
+
+def prebuilt_name(level: str, types: int, exact: bool) -> str:
+    """Return the first part of the file name of a library in a wheel. It supports all of `kernels.TYPES`."""
+    return f"{level}{'-int8' * (types >= 8)}{'-exact' * exact}"
+
+
+def _find(folder: Path, name: str) -> ctypes.CDLL | None:
+    """Load the library of that name if its content has the digest that is the last part of its file name."""
+    for path in folder.glob(f"{name}-*.so"):
+        with suppress(OSError):
+            if path.name == f"{name}-{digest(path.read_bytes())}.so":
+                return ctypes.CDLL(str(path))
+    return None
 
 
 COMPILER_SECONDS = 60  # the compiler is killed after this time
@@ -118,7 +153,8 @@ def _run(command: list[str], directory: str) -> str:
     return out
 
 
-def _digest(data: bytes) -> str:
+def digest(data: bytes) -> str:
+    """Return the digest that a library's file name ends with."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 

@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanoengine.backends.cpu.build import NoKernelsError
+from nanoengine.backends.cpu.build import FOLDER, NoKernelsError
 from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels, dtype_name
 from nanoengine.backends.cpu.packed_layers import CompiledLayer, PackedLinear, pack_weights
@@ -22,7 +23,7 @@ from nanoengine.config import EngineConfig
 
 
 class CPU(Device):
-    """Describes a CPU. The compiled kernels require a C++ compiler, and enforce_eager disables them."""
+    """Describes a CPU. Its kernels come from a C++ compiler or a wheel, and enforce_eager disables them."""
 
     backends = (CompiledAttention, TorchAttention)
     rounds_weights = rounds_activations = has_exact_kernels = True
@@ -121,6 +122,9 @@ class CPU(Device):
             )
         if self.kernels.has_one_thread:
             attention.notes.append("kernels use one thread: the compiler does not support OpenMP")
+        library = Path(self.kernels.library._name)
+        if library.parent == FOLDER:
+            attention.notes.append(f"built for {library.name[:9]}, without a C++ compiler for this processor")
         if self.kernels.was_compiled:
             attention.notes.append(f"compiled now, {self.kernels.seconds:.1f} s")
         return attention._replace(build=functools.partial(CompiledAttention, kernels=self.kernels))

@@ -30,7 +30,7 @@ class Kernels:
     Source of the idea: vLLM's `csrc/cpu`.
 
     Raises:
-        NoKernelsError: there is no C++ compiler, or the compiler fails. The message gives the reason.
+        NoKernelsError: the kernels can neither be compiled nor loaded. The message gives the reason.
     """
 
     def __init__(
