@@ -23,6 +23,12 @@ def _small_pages() -> None:
     del mmap.MADV_HUGEPAGE  # without this constant, the engine does not request large pages
 
 
+def _unpopulated() -> None:
+    from nanoengine.backends.cpu.cpu_device import CPU, Device
+
+    CPU.capture = Device.capture  # type: ignore[method-assign]
+
+
 def _calls_per_layer() -> None:
     from nanoengine.backends.cpu import packed_layers
 
@@ -56,6 +62,7 @@ TRICKS = {
     "packed weights": Trick(("cpu",), switch_off=_plain_weights),
     "one call per layer": Trick(("cpu",), switch_off=_calls_per_layer),
     "large pages": Trick(("cpu",), switch_off=_small_pages),
+    "populated memory": Trick(("cpu",), switch_off=_unpopulated),
     "pinned threads": Trick(("cpu",), {"pin_threads": False}),
     "inexact sums": Trick(("cpu",), {"batch_invariant": True}),  # docs/guide/bits.md
     "graphs": Trick(("cuda",), switch_off=_no_graphs),

@@ -213,7 +213,7 @@ def capture(runner: ModelRunner, loaded: Loaded) -> Forward:
     largest = min(loaded.max_num_chunks, loaded.max_num_batched_tokens)
     return runner.device.capture(
         Decodes(
-            *(decode, runner.compute, runner.model, loaded.max_num_batched_tokens),
+            *(decode, runner.compute, runner.model, runner.caches, loaded.max_num_batched_tokens),
             *(largest, loaded.table_width, loaded.block_size, obstacles),
         )
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.host_memory import Available, available_memory
-from nanoengine.backends.kv_cache import KVSpec
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import BuildAttention, PagedAttention, TorchAttention
 from nanoengine.backends.quantization import Pack
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
@@ -61,6 +61,7 @@ class Decodes(NamedTuple):
     inputs: ModelInputs[np.ndarray]  # one sequence's decode, in the null block
     compute: Compute
     model: Any
+    caches: list[KVCache]  # one per layer
     max_num_tokens: int  # the largest number of tokens in a step
     largest: int  # the largest number of sequences in a step
     table_width: int  # number of blocks of the longest sequence

@@ -95,7 +95,7 @@ def decode_graphs(largest):
     """Return graphs that capture nothing."""
     recorder = types.SimpleNamespace(record=lambda run: None)
     compute = lambda inputs: torch.zeros(len(inputs.input_ids), 1)  # noqa: E731
-    steps = Decodes(decodes(1), compute, None, largest, largest, 160, 256, [])
+    steps = Decodes(decodes(1), compute, None, [], largest, largest, 160, 256, [])
     return DecodeGraphs(steps, recorder, lambda arrays: [torch.from_numpy(array) for array in arrays])
 
 
@@ -313,7 +313,7 @@ def test_a_step_that_also_fails_without_a_capture_is_an_error_at_startup(flash_d
     device.reserve(8, 8, 1, 1)
     compute = raising(RuntimeError("CUDA error: no kernel image"))
     with pytest.raises(RuntimeError, match="no kernel image"):
-        device.capture(Decodes(build_inputs(batch_of((seq, 0, 1)), 256), compute, None, 8, 8, 1, 256, []))
+        device.capture(Decodes(build_inputs(batch_of((seq, 0, 1)), 256), compute, None, [], 8, 8, 1, 256, []))
 
 
 def test_a_backend_that_computes_wrong_numbers_is_skipped(in_float32, first_line, monkeypatch):

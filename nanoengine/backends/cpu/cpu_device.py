@@ -1,10 +1,12 @@
 """`CPU`: the device with compiled kernels, packed weights and pinned threads."""
 
 import functools
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,8 @@ from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels, dtype_name
 from nanoengine.backends.cpu.packed_layers import CompiledLayer, PackedLinear, pack_weights
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
-from nanoengine.backends.device import Attention, Device
+from nanoengine.backends.cpu.populate import PopulatingForward
+from nanoengine.backends.device import Attention, Decodes, Device, Forward
 from nanoengine.backends.host_memory import keep_freed_memory
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
@@ -33,6 +36,7 @@ class CPU(Device):
         self.threads = PinnedThreads(config.pin_threads)
         self.kernels: Kernels | None = None
         self._no_kernels: str | None = None  # why there are no kernels
+        self._forwards: WeakSet[PopulatingForward] = WeakSet()
         keep_freed_memory()
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -100,11 +104,29 @@ class CPU(Device):
 
     def running(self) -> AbstractContextManager[object]:
         """See the base class."""
+        for forward in self._forwards:  # here this thread is not pinned yet
+            forward.look_ahead(is_idle=False)
         return self.threads
 
     def rest(self) -> None:
         """See the base class."""
         self.threads.end()
+        for forward in self._forwards:
+            forward.look_ahead(is_idle=True)
+
+    def capture(self, decodes: Decodes) -> Forward:
+        """See the base class."""
+        if sys.platform != "linux":
+            return super().capture(decodes)
+        share = 0.1 / self.config.tensor_parallel_size
+        forward = PopulatingForward(decodes.caches, -(-decodes.max_num_tokens // decodes.block_size), share)
+        self._forwards.add(forward)
+        return forward
+
+    def release(self) -> None:
+        """See the base class."""
+        for forward in self._forwards:
+            forward.close()
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
         """See the base class."""

@@ -1,0 +1,83 @@
+"""Populates the KV cache's memory before it is needed, so that requests do not wait for new pages."""
+
+import ctypes
+import os
+from contextlib import suppress
+from mmap import PAGESIZE
+from threading import Thread
+
+from torch import Tensor
+
+from nanoengine.backends.device import Compute, Forward
+from nanoengine.backends.host_memory import LARGE_PAGE, available_memory
+from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.step_inputs import ModelInputs
+
+MADV_POPULATE_WRITE = 23  # since Linux 5.14
+
+
+class PopulatingForward(Forward):
+    """Runs batches eagerly, and populates the memory of the blocks that will probably be used next.
+
+    Unused blocks are handed out in ascending order, before those that hold prefixes. The system provides a
+    page when it is first written to: on a virtual machine at 0.4 GB/s, or 280 ms for 1,024 tokens of
+    Qwen3-0.6B. So a thread of lowest priority populates the next pages, and ends.
+
+    Args:
+        caches: one per layer, on Linux.
+        max_blocks: how many blocks may be populated beyond the highest one in use.
+        share: the part of the available memory that they may take. Limits of cgroups apply.
+    """
+
+    def __init__(self, caches: list[KVCache], max_blocks: int, share: float) -> None:
+        super().__init__()
+        memory = {x.data_ptr(): x for cache in caches for x in (cache.k, cache.v)}  # groups share it
+        self._memory = [x for x in memory.values() if x.nbytes >= LARGE_PAGE]
+        self._max_blocks, self._share = max_blocks, share
+        self._highest, self._end = 0, 0  # the highest block in use; the blocks before `_end` are populated
+        self._planned_for = -max_blocks  # `_highest` when the last thread started
+        self._thread = Thread()
+
+    def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
+        """See the base class."""
+        if self._memory:
+            slot = int(inputs.metadata.slot_mapping.max())
+            self._highest = max(self._highest, slot // self._memory[0].shape[1])
+        return compute(inputs)
+
+    def look_ahead(self, is_idle: bool) -> None:
+        """Start the thread if half of the blocks populated in advance are in use; if idle, any of them.
+
+        The thread runs on the CPUs that the calling thread may use.
+        """
+        num_used = self._highest - self._planned_for
+        is_due = num_used >= (1 if is_idle else self._max_blocks / 2)
+        if is_due and self._memory and not self._thread.is_alive():
+            self._planned_for = self._highest
+            self._thread = Thread(target=self._populate, daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and forget the caches."""
+        self._memory = []
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _populate(self) -> None:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
+        libc, memory = ctypes.CDLL(None), self._memory
+        sizes = [x[0].nbytes for x in memory]
+        room = int(available_memory().num_bytes * self._share) // max(1, sum(sizes))
+        end = min([self._highest + 1 + min(self._max_blocks, room), *map(len, memory)])
+        first = max(self._end, self._highest)
+        while first < end and self._memory:
+            last = min(first + max(1, LARGE_PAGE // max(sizes)), end)
+            for x, size in zip(memory, sizes, strict=True):
+                start, stop = x.data_ptr() + first * size, x.data_ptr() + last * size
+                start -= start % PAGESIZE
+                area = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+                # Few pages at a time: no other thread can map memory meanwhile. Old systems lock and unlock.
+                if libc.madvise(*area, MADV_POPULATE_WRITE) and (libc.mlock(*area) or libc.munlock(*area)):
+                    return
+            self._end = first = last

@@ -1,0 +1,99 @@
+"""The KV cache's memory is populated ahead of its use, within limits. Tests count resident pages."""
+
+import ctypes
+import os
+import sys
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.backends.cpu import populate
+from nanoengine.backends.host_memory import LARGE_PAGE, Available
+from nanoengine.backends.kv_cache import KVGroup, KVSpec, new_caches
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+SPEC, NUM_BLOCKS = KVSpec(2, 64, 64, torch.float32), 1024
+BLOCK_BYTES = 32 * 2 * 64 * 4  # of K in a layer
+AHEAD = 256  # blocks: two large pages
+
+
+def resident_blocks(tensor):
+    """Return how many blocks of K or V the system has provided memory for."""
+    pages = np.zeros(-(-tensor.nbytes // os.sysconf("SC_PAGESIZE")), np.uint8)
+    area = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    assert ctypes.CDLL(None).mincore(*area, pages.ctypes.data_as(ctypes.c_void_p)) == 0
+    return (pages & 1).sum() * os.sysconf("SC_PAGESIZE") / (tensor.nbytes / len(tensor))
+
+
+def use(forward, block):
+    metadata = SimpleNamespace(slot_mapping=torch.tensor([3, block * 32 + 31, 5]))
+    assert forward(lambda inputs: inputs.metadata, SimpleNamespace(metadata=metadata)) is metadata
+
+
+def check_ahead(forward, is_idle, num_blocks):
+    """Look ahead, and check how many blocks have memory then, in large or small pages."""
+    forward.look_ahead(is_idle)
+    if forward._thread.ident is not None:
+        forward._thread.join()
+    of_page = LARGE_PAGE // BLOCK_BYTES
+    for memory in forward._memory:
+        assert num_blocks <= resident_blocks(memory) <= -(-num_blocks // of_page) * of_page
+
+
+@pytest.fixture
+def forward():
+    caches = new_caches([SPEC] * 2, [KVGroup([0, 1], None)], NUM_BLOCKS - 1, 32, torch.device("cpu"))
+    return populate.PopulatingForward(caches, AHEAD, 1.0)
+
+
+@pytest.mark.parametrize("advice", [populate.MADV_POPULATE_WRITE, -1], ids=["populated", "locked"])
+def test_blocks_are_populated_ahead_of_the_highest_one_in_use_and_not_further(advice, forward, monkeypatch):
+    monkeypatch.setattr(populate, "MADV_POPULATE_WRITE", advice)
+    forward._memory[0][3] = 1  # what is there stays
+    for block, is_idle, num_populated in (
+        (0, False, 1 + AHEAD),  # after loading
+        (0, True, 1 + AHEAD),
+        (1, True, 2 + AHEAD),
+        (AHEAD // 2, False, 2 + AHEAD),  # less than half is in use
+        (AHEAD // 2 + 1, False, 2 + AHEAD + AHEAD // 2),
+        (NUM_BLOCKS - 128, True, 2 + AHEAD + AHEAD // 2 + 128),  # blocks before it are in use already
+        (NUM_BLOCKS - 1, True, 2 + AHEAD + AHEAD // 2 + 128),
+    ):
+        use(forward, block)
+        check_ahead(forward, is_idle, num_populated)
+    assert forward._memory[0][3].eq(1).all()
+    assert forward._memory[0].sum() == forward._memory[0][3].numel()
+
+
+def test_blocks_are_populated_in_a_part_of_the_available_memory_by_a_thread_of_lowest_priority(
+    forward, monkeypatch
+):
+    seen = []
+
+    def available():
+        seen.append((os.sched_getscheduler(0), os.sched_getaffinity(0)))
+        return Available(10 * 4 * 100 * BLOCK_BYTES, "a cgroup's limit")
+
+    monkeypatch.setattr(populate, "available_memory", available)
+    forward._share = 0.1
+    check_ahead(forward, False, 101)
+    assert seen == [(os.SCHED_IDLE, os.sched_getaffinity(0))]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_an_engine_populates_while_it_is_idle_and_gives_the_memory_back():
+    llm = LLM("demo", kv_cache_bytes=64 << 20, max_num_batched_tokens=AHEAD * 32)
+    forward = llm.llm_engine.runner.forward
+    for _ in range(3):
+        forward._thread.join()
+        check_ahead(forward, True, forward._highest + 1 + AHEAD)
+        llm.generate([[5 + i] * 300 for i in range(9)], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert forward._highest > 80
+    memory = [weakref.ref(cache.k) for cache in llm.llm_engine.runner.caches]
+    llm.close()
+    assert not forward._thread.is_alive()
+    assert {one() for one in memory} == {None}
