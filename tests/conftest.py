@@ -17,12 +17,19 @@ from tests.helpers import byte_tokenizer, chain_checkpoint, checkpoint, table_ch
 
 # The models are tiny, and threads that share a busy core make each step wait milliseconds.
 torch.set_num_threads(1)
+# Garbage collections take a third of the time in which pytest imports all tests.
+gc.disable()
 
 
 def pytest_configure(config):
     # Without `-m gpu`, tests are about the CPU, on any machine.
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish():
+    gc.freeze()  # no collection looks at what was imported again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):
