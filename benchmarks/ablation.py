@@ -24,7 +24,8 @@ def _small_pages() -> None:
 
 
 def _unpopulated() -> None:
-    from nanoengine.backends.cpu.cpu_device import CPU, Device
+    from nanoengine.backends.cpu.cpu_device import CPU
+    from nanoengine.backends.device import Device
 
     CPU.capture = Device.capture  # type: ignore[method-assign]
 
