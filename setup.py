@@ -42,7 +42,7 @@ def compile_library(folder: Path, level: str, types: int, exact: bool) -> None:
         path = Path(directory) / "kernels.so"
         subprocess.run([*command, str(build.SOURCE), "-o", str(path)], check=True)
         content = path.read_bytes()
-    name = f"{build.prebuilt_name(level, types, exact)}-{build.digest(content)}.so"
+    name = f"{level}-{types & 8}-{exact:d}-{build.digest(content)}.so"
     (folder / name).write_bytes(content)
 
 

@@ -22,7 +22,6 @@ from nanoengine.backends.cpu.build import (
     NoKernelsError,
     digest,
     load_library,
-    prebuilt_name,
 )
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cpu.kernels import TYPES, Kernels
@@ -321,7 +320,7 @@ def test_without_a_compiler_a_library_of_the_wheel_is_loaded_if_it_fits_the_proc
 ):
     content = compiled.read_bytes()
     for each in LEVELS:
-        library = tmp_path / f"{prebuilt_name(each, 7, False)}-{digest(content)}.so"
+        library = tmp_path / f"{each}-0-0-{digest(content)}.so"
         library.write_bytes(content[:end])
     monkeypatch.setattr("nanoengine.backends.cpu.build.FOLDER", tmp_path)
     monkeypatch.setattr("nanoengine.backends.cpu.build._processor", lambda: f"x86_64 flags : fpu {features}")

@@ -58,7 +58,7 @@ def load_library(types: int, exact: bool = False) -> tuple[ctypes.CDLL, bool]:
             return _load(types, flags.replace("-fopenmp", "-fopenmp-simd"))
         features = {*_processor().split()}
         levels = (level for level, (needed, _) in LEVELS.items() if features >= {*needed.split()})
-        library = _find(FOLDER, prebuilt_name(next(levels, ""), types, exact))
+        library = _find(FOLDER, f"{next(levels, None)}-{types & 8}-{exact:d}")  # named by setup.py
         if library is None:
             raise
         return library, False
@@ -89,21 +89,12 @@ def _load(types: int, flags: str) -> tuple[ctypes.CDLL, bool]:
 
 
 def compiler_command(flags: str) -> list[str]:
-    """Return the compiler with these flags.
-
-    Raises:
-        NoKernelsError: there is no compiler.
-    """
+    """Return the compiler with these flags. Raises NoKernelsError if there is no compiler."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise NoKernelsError("no C++ compiler; install g++ or clang++, or set CXX")
     program, *options = compiler.split()
     return [program, *flags.split(), *options]  # $CXX may say -march=x86-64-v3
-
-
-def prebuilt_name(level: str, types: int, exact: bool) -> str:
-    """Return the first part of the file name of a library in a wheel. It supports all of `kernels.TYPES`."""
-    return f"{level}{'-int8' * (types >= 8)}{'-exact' * exact}"
 
 
 def _find(folder: Path, name: str) -> ctypes.CDLL | None:
