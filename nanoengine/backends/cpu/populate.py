@@ -13,7 +13,7 @@ from nanoengine.backends.host_memory import LARGE_PAGE, available_memory
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.step_inputs import ModelInputs
 
-MADV_POPULATE_WRITE = 23  # since Linux 5.14
+MADV_POPULATE_WRITE = 23  # before Linux 5.14 it fails, and locking populates too
 
 
 class PopulatingForward(Forward):
@@ -23,10 +23,8 @@ class PopulatingForward(Forward):
     page when it is first written to: on a virtual machine at 0.4 GB/s, or 280 ms for 1,024 tokens of
     Qwen3-0.6B. So a thread of lowest priority populates the next pages, and ends.
 
-    Args:
-        caches: one per layer, on Linux.
-        max_blocks: how many blocks may be populated beyond the highest one in use.
-        share: the part of the available memory that they may take. Limits of cgroups apply.
+    At most `max_blocks` are populated beyond the highest one in use, if they fit in `share` of the memory
+    that the machine and its cgroups leave. Works on Linux only.
     """
 
     def __init__(self, caches: list[KVCache], max_blocks: int, share: float) -> None:
@@ -54,7 +52,7 @@ class PopulatingForward(Forward):
         is_due = num_used >= (1 if is_idle else self._max_blocks / 2)
         if is_due and self._memory and not self._thread.is_alive():
             self._planned_for = self._highest
-            self._thread = Thread(target=self._populate, daemon=True)
+            self._thread = Thread(target=self._populate, args=(self._memory,), daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -63,21 +61,23 @@ class PopulatingForward(Forward):
         if self._thread.is_alive():
             self._thread.join()
 
-    def _populate(self) -> None:
+    def _populate(self, memory: list[Tensor]) -> None:
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
-        libc, memory = ctypes.CDLL(None), self._memory
-        sizes = [x[0].nbytes for x in memory]
-        room = int(available_memory().num_bytes * self._share) // max(1, sum(sizes))
-        end = min([self._highest + 1 + min(self._max_blocks, room), *map(len, memory)])
+        libc, sizes = ctypes.CDLL(None), [x[0].nbytes for x in memory]
+        room = int(available_memory().num_bytes * self._share) // sum(sizes)
+        end = min(self._highest + 1 + min(self._max_blocks, room), len(memory[0]))
         first = max(self._end, self._highest)
-        while first < end and self._memory:
+        while first < end:
             last = min(first + max(1, LARGE_PAGE // max(sizes)), end)
             for x, size in zip(memory, sizes, strict=True):
                 start, stop = x.data_ptr() + first * size, x.data_ptr() + last * size
                 start -= start % PAGESIZE
                 area = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
-                # Few pages at a time: no other thread can map memory meanwhile. Old systems lock and unlock.
-                if libc.madvise(*area, MADV_POPULATE_WRITE) and (libc.mlock(*area) or libc.munlock(*area)):
+                # Few pages at a time: no other thread can map memory meanwhile
+                failed = libc.madvise(*area, MADV_POPULATE_WRITE)
+                if failed:
+                    failed = libc.mlock(*area) or libc.munlock(*area)
+                if failed or not self._memory:  # closed
                     return
             self._end = first = last
