@@ -25,7 +25,7 @@ LATENCIES = ("ttft", "tpot", "itl")
 PREPARE = {"llama.cpp": llama_cpp.prepare, "nano-vllm": nano_vllm.prepare, "openvino": openvino.prepare}
 # Bits per weight in the layers and in the head, including scales. Other engines' weights have the dtype.
 BITS = {"int8": (8.125, 8.125), "int4": (4.5, 8.125), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
-BITS |= {f"{kind}+a8": BITS[kind] for kind in ("int8", "int4")}
+BITS |= {f"{kind}{of_inputs}": BITS[kind] for kind in ("int8", "int4") for of_inputs in ("+a8", "+a16")}
 COUNTERS = ("steps", "prefix_hit_rate", "preemptions")
 
 

@@ -26,7 +26,8 @@ from benchmarks.runs import (
 )
 
 STATIC_BATCH = 64  # number of requests in one `generate` call
-QUANTIZED = ("int8", "int4", "int8+a8", "int4+a8")  # +a8: activations are rounded to 8 bits too
+# +a8: activations are rounded to 8 bits, +a16: they are not. Without a suffix, the default of the processor.
+QUANTIZED = tuple(f"{bits}{of_inputs}" for bits in ("int8", "int4") for of_inputs in ("", "+a8", "+a16"))
 ATTENTION = ("flash", "varlen", "triton")  # backends on a GPU
 
 
@@ -61,7 +62,7 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         kind = settings["engine"].partition("-")[2]
         weights, _, activations = kind.partition("+")
         own |= {"quantization": weights} if weights in ("int8", "int4") else {}
-        own |= {"activations": "int8"} if activations else {}
+        own |= {"activations": "int8" if activations == "a8" else "float"} if activations else {}
         own |= {"attn_backend": kind} if kind in ATTENTION else {}
     names = ("model", "dtype", "load_format", "max_model_len")
     llm = LLM(**{name: settings[name] for name in names}, **own)

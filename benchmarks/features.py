@@ -110,7 +110,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 PRECISIONS |= {name: {"dtype": "float32", "quantization": name} for name in ("int8", "int4")}
 PRECISIONS |= {f"{name}+a8": PRECISIONS[name] | {"activations": "int8"} for name in ("int8", "int4")}
-OF_GGUF = {x: PRECISIONS[x] for x in ("float32", "kv8")} | {"16": {}, "16+a8": {"activations": "int8"}}
+OF_GGUF = {x: PRECISIONS[x] for x in ("float32", "kv8")}
+OF_GGUF |= {"16": {"activations": "float"}, "16+a8": {"activations": "int8"}}
 Text = tuple[list[int], int]  # token ids, and how many of the first ones are not scored
 
 

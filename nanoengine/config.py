@@ -122,7 +122,7 @@ class EngineConfig:
     quantization: Online | InFiles | None = None
     # inputs of quantized layers, on a CPU: rounded to 8 bits by groups ("int8"), or as they are ("float");
     # "auto": int8 in 16-bit dtypes, if the processor is faster with integers
-    activations: Literal["auto", "int8", "float"] = "float"
+    activations: Literal["auto", "int8", "float"] = "auto"
     lora: str | Path | None = None  # directory with a PEFT adapter, merged into the weights at load time
     tensor_parallel_size: int = 1  # number of processes that split the weights of every layer
     # "dummy": random weights, from config.json alone; "auto" and "safetensors": the checkpoint's

@@ -559,9 +559,9 @@ def test_int8_weights_are_named_and_change_log_probabilities_little(caplog):
 @pytest.mark.parametrize(
     ("settings", "bits"),
     [
-        ({}, 0),
-        ({"activations": "auto"}, 8),
-        ({"activations": "auto", "dtype": "float32"}, 0),
+        ({}, 8),
+        ({"activations": "float"}, 0),
+        ({"dtype": "float32"}, 0),
         ({"dtype": "float32", "activations": "int8"}, 8),
     ],
 )

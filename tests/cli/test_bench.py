@@ -502,6 +502,7 @@ def test_log_probabilities_are_those_of_the_tokens_looked_at():
         ("nanoengine", {}),
         ("nanoengine-int8", {"quantization": "int8"}),
         ("nanoengine-int4+a8", {"quantization": "int4", "activations": "int8"}),
+        ("nanoengine-int4+a16", {"quantization": "int4", "activations": "float"}),
         ("nanoengine-triton", {"attn_backend": "triton"}),
         (f"{WITHOUT}prefix caching", {"enable_prefix_caching": False}),
     ],

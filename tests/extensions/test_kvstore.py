@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.engine import Sequence
@@ -355,6 +356,22 @@ def test_another_model_dtype_or_block_size_finds_nothing(name, qwen3, tmp_path):
     answers, cached, _ = serve(copied, store, prompts, **{**settings, **other})
     assert (answers, cached) == (plain, [0])
     assert len(store.entries) > num_entries
+
+
+def test_processors_that_round_activations_do_not_share_blocks_with_those_that_do_not(qwen3, monkeypatch):
+    store, prompts, chosen = (
+        MemoryStore(),
+        random_prompts([40]),
+        {"quantization": "int8", "dtype": "bfloat16"},
+    )
+    for is_fast, activations, num_cached in (
+        (False, "auto", 0),
+        (True, "float", 39),
+        (True, "auto", 0),
+        (False, "int8", 39),
+    ):
+        monkeypatch.setattr(Kernels, "are_integers_fast", is_fast)
+        assert serve(qwen3, store, prompts, **chosen, activations=activations)[1] == [num_cached]
 
 
 def test_a_damaged_file_is_a_miss_and_is_written_again(qwen3, tmp_path, caplog):

@@ -141,7 +141,8 @@ static void round_group(int8_t* __restrict out, float& scale, int32_t& sum, cons
 }
 
 // Adds to R rows of sums, OUTPUTS wide, the product of rows of x from `first` on and a block's weights. Meanwhile, for
-// each group, `lines` cache lines are prefetched from `next` on.
+// every four steps, `lines` cache lines are prefetched from `next` on. A group has up to 130 lines. If they were requested
+// all at once, one row would wait for them, and memory would be idle while the group is multiplied.
 template <class W, bool HAS_ZEROS, int R>
 static void multiply_integers(float* sums, const Rounded& x, int64_t first, const char* block, const Form& form,
                               const char* next, int64_t lines) {
@@ -156,9 +157,9 @@ static void multiply_integers(float* sums, const Rounded& x, int64_t first, cons
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++) sum[r][j] = integers{} - OFFSET<W> * x_sums[r * groups];
-    for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
     const char* step = block;
-    for (int64_t i = 0; i < group; i += 4 * INPUTS)
+    for (int64_t i = 0; i < group; i += 4 * INPUTS) {
+      for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 4
       for (int k = 0; k < 4; k++, from += INPUTS, step += STEP_BYTES<W>) {
         integers weights[VECTORS];
@@ -172,6 +173,7 @@ static void multiply_integers(float* sums, const Rounded& x, int64_t first, cons
           for (int j = 0; j < VECTORS; j++) sum[r][j] = add_dot<W>(sum[r][j], weights[j], integers{} + four);
         }
       }
+    }
     const uint16_t* params = (const uint16_t*)(block + form.weight_bytes());
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) {
@@ -204,7 +206,7 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
   kept.reserve_rows(T, I, form.group);
   Rounded& rows = kept;
   int64_t block_bytes = I / form.group * form.group_bytes(), num_tiles = num_tiles_of(T);
-  int64_t fetching = std::min<int64_t>(num_tiles, 4), times = rows.groups * fetching;
+  int64_t fetching = std::min<int64_t>(num_tiles, 4), fours = I / (4 * INPUTS), times = fours * fetching;
   int64_t lines = (block_bytes / 64 + times - 1) / times;
   auto multiply = form.has_zeros ? INTEGER_TILES<W, true>.data() : INTEGER_TILES<W, false>.data();
 #pragma omp parallel
@@ -216,7 +218,7 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
     }
     alignas(64) float sums[ROWS * OUTPUTS];
     for_each_block(out, bias, sums, T, N, num_tiles, [&](int64_t block, int64_t i, int64_t begin, int64_t end) {
-      const char *from = packed + block * block_bytes, *next = from + block_bytes + i * lines * rows.groups * 64;
+      const char *from = packed + block * block_bytes, *next = from + block_bytes + i * lines * fours * 64;
       multiply[end - begin - 1](sums, rows, begin, from, form, next, i < fetching ? lines : 0);
     });
   }

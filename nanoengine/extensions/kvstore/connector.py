@@ -478,6 +478,10 @@ def connect(started: Started) -> KVConnector:
     """
     opened, runner, loaded = started.opened, started.runner, started.loaded
     config, specs, groups = opened.config, loaded.kv_specs, loaded.kv_groups
-    weights = loaded.weights_digest.hex(), config.quantization, config.activations
+    forms = (getattr(module, "form", None) for module in runner.model.modules())
+    rounds = any(
+        form is not None and form.activation_bits for form in forms
+    )  # activations, as the device chose
+    weights = loaded.weights_digest.hex(), config.quantization, rounds
     fingerprint = fingerprint_of(weights, opened.checkpoint.hf_config, [runner.block_size, specs, groups])
     return KVConnector(open_store(config.kv_store), runner, specs, groups, fingerprint)
