@@ -298,7 +298,7 @@ def test_a_stream_that_is_closed_at_the_moment_of_a_timeout_leaves_no_request(st
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
-@pytest.mark.parametrize("number", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_alarms_at_random_moments_change_neither_threads_nor_state_nor_results(number):
     environment = {key: x for key, x in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))}
     environment["OMP_WAIT_POLICY"] = "PASSIVE"  # see conftest.py
