@@ -27,6 +27,7 @@ def mistakes():
 
 
 MISTAKES = list(mistakes())
+FIRST = {lesson: what for lesson, what, *_ in reversed(MISTAKES)}  # of a lesson; the others are slow tests
 assert all(right in RIGHT[lesson] for lesson, _, right, _ in MISTAKES)
 
 
@@ -42,7 +43,10 @@ def test_the_stub_passes_no_check_and_says_so(lesson):
     assert all("is not written yet" in failure for failure in found)
 
 
-@pytest.mark.parametrize("last", BY_LETTERS)
+SOME = [pytest.param(x, marks=() if x in ("2", "6", "20") else pytest.mark.slow) for x in BY_LETTERS]
+
+
+@pytest.mark.parametrize("last", SOME)
 def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_solution(last):
     for lesson in BY_LETTERS[: BY_LETTERS.index(last) + 1]:
         assert failures(stub(sheet_of(lesson), int(last)), lesson, alone=True) == []
@@ -50,14 +54,18 @@ def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_sol
 
 @pytest.mark.parametrize(
     ("lesson", "right", "wrong"),
-    [pytest.param(lesson, right, wrong, id=f"{lesson} {what}") for lesson, what, right, wrong in MISTAKES],
+    [
+        pytest.param(*case, id=f"{lesson} {what}", marks=() if FIRST[lesson] == what else pytest.mark.slow)
+        for lesson, what, *code in MISTAKES
+        for case in [(lesson, *code)]
+    ],
 )
 def test_a_mistake_is_caught(lesson, right, wrong):
     assert RIGHT[lesson].count(right) == 1
     assert failures(RIGHT[lesson].replace(right, wrong), lesson, most=0.5)
 
 
-@pytest.mark.parametrize("lesson", BY_LETTERS)
+@pytest.mark.parametrize("lesson", SOME)
 def test_mistakes_in_a_lesson_fail_no_other_lesson(lesson):
     student = RIGHT[lesson]
     for where, _, function in reversed(functions_of(student, sheet_of(lesson))):
@@ -125,11 +133,16 @@ def test_an_extra_block_is_explained_and_a_long_answer_is_shortened():
     [
         ("", "", "times as fast as NumPy"),
         ("bytes[i + j] >> 4", "(bytes[i + j] & 240)", "differs from `multiply`"),
-        ("float(bytes[i + j] & 15)", "float(bytes[i + j])", "differs from `multiply`"),
-        (" + zeros[n * num_groups + g] * sum", "", "differs from `multiply`"),
-        ("scales[n * num_groups + g]", "scales[n]", "differs from `multiply`"),
-        ("x + g * group_size", "x", "differs from `multiply`"),
-        ("out[n] = total", "out[0] = total", "differs from `multiply`"),
+        *(
+            pytest.param(right, wrong, "differs from `multiply`", marks=pytest.mark.slow)
+            for right, wrong in (
+                ("float(bytes[i + j] & 15)", "float(bytes[i + j])"),
+                (" + zeros[n * num_groups + g] * sum", ""),
+                ("scales[n * num_groups + g]", "scales[n]"),
+                ("x + g * group_size", "x"),
+                ("out[n] = total", "out[0] = total"),
+            )
+        ),
         ("out[n] = total", "out[n << 40] = total", "crashed"),
         ("n < num_outputs; n++", "n < num_outputs;", "Does a loop never end?"),
         ("float total = 0;", "float total = 0", "expected"),
