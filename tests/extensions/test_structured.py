@@ -127,7 +127,13 @@ def second():
 # ---- every answer conforms ----
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(x, marks=() if x in ("as it is", "penalties", "biases") else pytest.mark.slow)
+        for x in SAMPLING
+    ],
+)
 def test_a_finished_answer_matches_its_constraint(sampling, llm):
     pairs = [(kind, seed) for kind in KINDS for seed in range(3)]
     found = answers(llm, [asking(kind, seed, **SAMPLING[sampling]) for kind, seed in pairs])
@@ -182,9 +188,9 @@ def expected(llm):
     "changes",
     [
         {"num_kv_blocks": 12, "block_size": 8, "max_num_batched_tokens": 24},
-        {"enable_prefix_caching": False, "max_num_seqs": 2},
         {"async_scheduling": True, "max_num_seqs": 256},
-        {"enforce_eager": True},
+        pytest.param({"enable_prefix_caching": False, "max_num_seqs": 2}, marks=pytest.mark.slow),
+        pytest.param({"enforce_eager": True}, marks=pytest.mark.slow),
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -427,7 +433,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@pytest.mark.parametrize("num_examples", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_to_random_schemas_conform(num_examples, llm):
     @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**31))
@@ -594,7 +600,9 @@ PATTERNS = ['^[^"]{3}$', r'^[^<>:"/\\|?*]{1,8}$', r"^[^\\]{2}$", r'^([^"\\]|\\.)
 PATTERNS += [r'^[^"\n]{2}[^"&&][^"[]$', r"^[\x00-!#-~]{3}$", r'^.[^\s"].$']
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "pattern", [*PATTERNS[:2], *(pytest.param(one, marks=pytest.mark.slow) for one in PATTERNS[2:])]
+)
 def test_a_class_without_a_quote_or_a_backslash_holds_for_the_decoded_string(pattern, llm):
     """At a high temperature most tokens that a mask allows by mistake are sampled."""
     for schema in (
@@ -706,11 +714,11 @@ def test_objects_are_closed_by_default():
 
 # ---- added tokens: text if their flag does not say that they are special ----
 
-ADDED = [
-    (model, name, is_special)
+ADDED = [  # of each model a special one and another
+    pytest.param(model, name, is_special, marks=pytest.mark.slow if i else ())
     for model, both in ADDED_TOKENS.items()
     for is_special, names in zip((True, False), both, strict=True)
-    for name in names.split()[-4:]
+    for i, name in enumerate(names.split()[:-5:-1])
 ]
 
 
