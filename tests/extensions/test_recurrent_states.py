@@ -18,13 +18,18 @@ from tests.model_table import small_config, small_model
 from tests.sampling.test_sampler import LiveBytes
 
 # A gated delta rule, convolutions alone, Mamba2, Mamba beside attention, and Mamba2 that limits time steps.
-ZAMBA2 = pytest.param("zamba2", marks=pytest.mark.slow)
+ZAMBA2, MAMBA2 = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("zamba2", "mamba2"))
 KINDS = ["qwen3_5_text", "lfm2", "mamba2", "jamba", ZAMBA2]
 RARELY = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2", "jamba", "zamba2")]
 TWO_KINDS = ["qwen3_5_text", "mamba2", *RARELY]
-# Only the settings that stress states most run by default: preemption and small chunks.
-MARKS = dict.fromkeys(VARIED_SETTINGS, pytest.mark.slow) | {"with preemption": (), "in chunks": ()}
-SETTINGS = [pytest.param(one, marks=MARKS[name], id=name) for name, one in VARIED_SETTINGS.items()]
+# Only the settings that stress states most run by default: preemption, and small chunks of one kind.
+DEFAULT = [(kind, "with preemption") for kind in KINDS[:4]] + [("qwen3_5_text", "in chunks")]
+KINDS_AND_SETTINGS = [
+    pytest.param(kind, one, marks=() if pair in DEFAULT else pytest.mark.slow, id="-".join(pair))
+    for kind in ("qwen3_5_text", "lfm2", "mamba2", "jamba", "zamba2")
+    for name, one in VARIED_SETTINGS.items()
+    for pair in [(kind, name)]
+]
 LENGTHS = [1, 2, 13, 40, 75, 20]
 NUM_NEW = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
@@ -64,8 +69,7 @@ def answers(llm, prompts, params=GREEDY):
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "settings"), KINDS_AND_SETTINGS)
 def test_greedy_tokens_equal_transformers_for_all_settings(kind, settings, served):
     path, prompts, expected = served(kind, max_tokens=30)
     with LLM(path, **settings) as llm:
@@ -123,7 +127,7 @@ def test_contents_of_free_slots_change_nothing(kind, served):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [*TWO_KINDS, "mamba"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", MAMBA2, *RARELY, "mamba"])
 def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, served):
     path, prompts, _ = served(kind)
     params, logprobs = SamplingParams(max_tokens=1, prompt_logprobs=0), []
@@ -135,7 +139,7 @@ def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, serv
     assert all((other - logprobs[0]).abs().mean() < 0.2 for other in logprobs[1:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", MAMBA2, "jamba", ZAMBA2])
 def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, caplog):
     """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""
     path, prompts, expected = served(kind)
