@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from hypothesis.stateful import run_state_machine_as_test
 
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.assembly import find_scheduler
@@ -14,7 +15,7 @@ from nanoengine.engine import Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
 from tests.helpers import DEMO, finish
 from tests.model_table import small_config, small_model
-from tests.test_scheduling_machine import BRIEFLY, ExtendedMachine
+from tests.test_scheduling_machine import IN_SECONDS, ExtendedMachine
 from tests.worlds import World
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide" / "scheduling.md"
@@ -96,8 +97,9 @@ class AnyExtended(ExtendedMachine):
     make_world = AnyWorld
 
 
-TestExtended = AnyExtended.TestCase
-TestExtended.settings = BRIEFLY
+@pytest.mark.parametrize("how", IN_SECONDS)
+def test_any_choices_keep_the_laws(how):
+    run_state_machine_as_test(AnyExtended, settings=how)
 
 
 def test_a_choice_that_a_step_has_scheduled_already_is_an_error():

@@ -134,6 +134,7 @@ class ExtendedMachine(CoreMachine):
 BRIEFLY = settings(
     max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+IN_SECONDS = [settings(BRIEFLY, max_examples=10), pytest.param(BRIEFLY, marks=pytest.mark.slow)]
 AT_LENGTH = settings(BRIEFLY, max_examples=600, derandomize=True, database=None)  # over 10,000 steps
 
 

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from pathlib import Path
 
 import pytest
-from hypothesis.stateful import invariant
+from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine import Prefix, tell_nobody
@@ -18,7 +18,7 @@ from nanoengine.extensions.trace import Tracer
 from nanoengine.viewer import trace_page
 from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
 from tests.laws import chain, tables_of
-from tests.test_scheduling_machine import BRIEFLY, CoreMachine, ExtendedMachine
+from tests.test_scheduling_machine import IN_SECONDS, CoreMachine, ExtendedMachine
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "trace.md"
 
@@ -294,8 +294,10 @@ class TracedExtended(Traced, ExtendedMachine):
     pass
 
 
-TestCore, TestExtended = Traced.TestCase, TracedExtended.TestCase
-TestCore.settings = TestExtended.settings = BRIEFLY
+@pytest.mark.parametrize("how", IN_SECONDS)
+@pytest.mark.parametrize("machine", [Traced, TracedExtended])
+def test_the_replay_of_a_random_walk_agrees_with_the_scheduler(machine, how):
+    run_state_machine_as_test(machine, settings=how)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
