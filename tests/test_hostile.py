@@ -180,21 +180,28 @@ prompt = st.one_of(
 )
 
 
-@settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
-)
-@given(st.lists(st.tuples(prompt, st.one_of(some_fields, some_fields, bad_field)), min_size=1, max_size=4))
-def test_no_request_changes_the_tokens_of_another(engine, requests):
+UNCHECKED = {"suppress_health_check": list(HealthCheck)}
+
+
+@pytest.mark.parametrize("max_examples", [12, pytest.param(40, marks=pytest.mark.slow)])
+def test_no_request_changes_the_tokens_of_another(max_examples, engine):
     llm, alone = engine
 
-    def intrude(llm):
-        for i, (text, fields) in enumerate(requests):
-            try:
-                llm.add_request(f"intruder {i}", text, SamplingParams(**fields))
-            except (ValueError, TypeError):
-                continue  # rejected at submission
+    @settings(max_examples=max_examples, deadline=None, derandomize=True, database=None, **UNCHECKED)
+    @given(
+        st.lists(st.tuples(prompt, st.one_of(some_fields, some_fields, bad_field)), min_size=1, max_size=4)
+    )
+    def check(requests):
+        def intrude(llm):
+            for i, (text, fields) in enumerate(requests):
+                try:
+                    llm.add_request(f"intruder {i}", text, SamplingParams(**fields))
+                except (ValueError, TypeError):
+                    continue  # rejected at submission
 
-    assert run_beside(llm, intrude)[0] == alone
+        assert run_beside(llm, intrude)[0] == alone
+
+    check()
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -375,7 +382,8 @@ while engine.llm_engine.metrics()["num_running"] < 8:
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "sys.exit(3)"])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "sys.exit(3)"])
 def test_process_that_ends_with_running_requests_exits_cleanly(end, babbler):
     command = [sys.executable, "-c", IN_TRAFFIC.format(end=end), babbler]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
