@@ -50,16 +50,23 @@ SHARED = {"heads": 71, "kv_heads": 1}
 @pytest.mark.parametrize(
     ("generation", "lens", "dtype", "settings"),
     [
-        ("sm75", BATCH, HALF, {}),
+        ("sm75", [(1, 100), (3, 3)], HALF, {}),
         ("sm80", BATCH, BRAIN, {}),
-        ("sm80", BATCH, FULL, {}),
         ("sm90", BATCH, BRAIN, {"head_dim": 128}),
         ("sm90", [(1, 200), (1, 31)], HALF, ALL),
         *(("sm80", EDGES, BRAIN, {**NO_POWERS_OF_2, **more}) for more in ({}, {"window": 70})),
-        ("sm80", EDGES, BRAIN, SHARED),
-        *(("sm90", EDGES, BRAIN, {**IN_BLOCKS, "block_size": size}) for size in (32, 64)),
-        ("sm80", EDGES, BRAIN, {**IN_BLOCKS, **ALL, "heads": 8}),
-        ("sm75", BATCH, HALF, IN_BLOCKS),
+        ("sm90", EDGES, BRAIN, IN_BLOCKS),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("sm75", BATCH, HALF, {}),
+                ("sm80", BATCH, FULL, {}),
+                ("sm80", EDGES, BRAIN, SHARED),
+                ("sm90", EDGES, BRAIN, {**IN_BLOCKS, "block_size": 64}),
+                ("sm80", EDGES, BRAIN, {**IN_BLOCKS, **ALL, "heads": 8}),
+                ("sm75", BATCH, HALF, IN_BLOCKS),
+            ]
+        ),
         *(
             pytest.param(*case, settings, marks=pytest.mark.slow)
             for case in [

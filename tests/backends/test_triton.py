@@ -345,8 +345,6 @@ ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8,
 @pytest.mark.parametrize(
     ("generation", "case"),
     [
-        ("sm75", TURING),
-        ("sm80", DENSE),
         ("sm90", DENSE),
         ("gfx942", DENSE),
         *(
