@@ -354,6 +354,7 @@ exec g++ "$@" -O0
 """
 
 
+@pytest.mark.slow  # the kernels are compiled again
 def test_kernels_use_one_thread_if_the_compiler_does_not_support_openmp(tmp_path, monkeypatch, caplog):
     (tmp_path / "clang").write_text(WITHOUT_OPENMP)
     (tmp_path / "clang").chmod(0o755)
@@ -434,7 +435,11 @@ subprocess.Popen.__init__ = strike
 """
 
 
-@pytest.mark.parametrize("before", ["", WHILE_IT_STARTS], ids=["while it runs", "while it starts"])
+@pytest.mark.parametrize(
+    "before",
+    [pytest.param("", marks=pytest.mark.slow), WHILE_IT_STARTS],
+    ids=["while it runs", "while it starts"],
+)
 def test_sigterm_while_compiling_leaves_no_file_and_no_process(hanging_compiler, tmp_path, before):
     code = f"{before}\nfrom nanoengine.backends.cpu.kernels import Kernels; Kernels()"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(hanging_compiler)}

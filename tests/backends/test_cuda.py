@@ -424,8 +424,7 @@ def test_a_failed_capture_restores_the_thread_s_stream(failing, streams):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        pytest.param({"max_num_batched_tokens": 100}, marks=pytest.mark.slow),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"max_num_batched_tokens": 100})),
         {"num_kv_blocks": 5, "max_num_batched_tokens": 100},
     ],
     ids=["at once", "in chunks", "with preemption"],

@@ -181,7 +181,9 @@ if kind == "AS":  # without the bound, the cache of 10,000 sequences would need 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-@pytest.mark.parametrize(("kind", "used"), [("AS", "vms"), ("DATA", "data")])
+@pytest.mark.parametrize(
+    ("kind", "used"), [pytest.param("AS", "vms", marks=pytest.mark.slow), ("DATA", "data")]
+)
 def test_limits_of_the_process_bound_the_available_memory(kind, used):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LIMITED, kind, used]

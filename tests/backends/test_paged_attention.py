@@ -90,7 +90,14 @@ def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
 @pytest.mark.parametrize(
     ("block_size", "kv_heads", "head_dim"), [(1, 1, 16), (3, 2, 20), (16, 4, 32), (96, 2, 64)]
 )
-@pytest.mark.parametrize("settings", [{}, {"window": 300}, {"window": 70, **BOTH, **WITH_ALIBI}], ids=case_id)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"window": 300})),
+        {"window": 70, **BOTH, **WITH_ALIBI},
+    ],
+    ids=case_id,
+)
 def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
     exact, int8, dtype, block_size, kv_heads, head_dim, settings
 ):
