@@ -15,7 +15,8 @@ from tests.model_table import small_config, small_model
 
 CASES = [  # kind, form, schedules and number of requests; transformers' layers take longer
     *((kind, form, range(1), 10) for kind in KINDS[:2] for form in FORMS),
-    *((kind, form, range(1), 5) for kind in KINDS[2:] for form in ("float32", "int8 cache")),
+    *((kind, "float32", range(1), 5) for kind in KINDS[2:]),
+    *(pytest.param(kind, "int8 cache", range(1), 5, marks=pytest.mark.slow) for kind in KINDS[2:]),
     *(
         pytest.param(kind, form, numbers, count, marks=pytest.mark.slow)
         for form in FORMS

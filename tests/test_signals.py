@@ -276,7 +276,7 @@ def test_outputs_of_a_step_or_an_abort_that_a_timeout_ends_are_returned_by_the_n
 
 
 @once
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_that_is_closed_at_the_moment_of_a_timeout_leaves_no_request(stride, limit, babbler):
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     with LLM(babbler, num_kv_blocks=20) as llm:

@@ -557,7 +557,10 @@ MARKS = {"Qwen 3": "<tool_call> <think>", "Llama 3.1": "<|python_tag|>", "Mistra
 MARKS |= {"Gemma 3": "", "gpt-oss": "<|channel|>", "DeepSeek R1": "<think>"}
 
 
-@pytest.mark.parametrize("model", MARKS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(x, marks=() if x in ("Qwen 3", "Mistral", "gpt-oss") else pytest.mark.slow) for x in MARKS],
+)
 def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model, tmp_path):
     """After thinking, too: the end of a thought is a token of its own, and no special one."""
     tokenizer = byte_tokenizer((), model)

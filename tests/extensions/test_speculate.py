@@ -72,7 +72,9 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.usefixtures("exact_kernels")
-@pytest.mark.parametrize("name", ["roomy", "with preemption", "in chunks"])
+@pytest.mark.parametrize(
+    "name", ["roomy", "with preemption", pytest.param("in chunks", marks=pytest.mark.slow)]
+)
 def test_answers_are_the_same_as_without_draft_tokens(name, babbler):
     (prompts, params), settings = mixed_requests(), VARIED_SETTINGS[name]
     with LLM(babbler, **settings) as llm:
@@ -403,6 +405,7 @@ def test_each_sequence_has_its_own_lookup():
 # ---- The benchmark -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_benchmark_gets_the_same_answers_with_and_without_drafts(capsys):
     settings = {"num_kv_blocks": 60, "enforce_eager": True}
     with LLM(DEMO, **settings) as off, LLM(DEMO, speculative_config=NGRAM, **settings) as on:

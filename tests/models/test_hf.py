@@ -43,6 +43,8 @@ LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16
 # Computed as others of the list are; the table of models has them all, at length.
 LIKE_OTHERS = "falcon new", "qwen2-moe", "olmoe", "granite-moe", "glm", "persimmon", "starcoder2", "stablelm"
+LIKE_OTHERS += "gemma", "phi", "olmo2", "cohere", "gpt-neox", "gpt-bigcode", "opt", "falcon"
+LIKE_OTHERS += "qwen3-moe", "exaone4", "phimoe", "granite"
 
 
 @pytest.mark.parametrize(
@@ -218,14 +220,14 @@ WITH_IMAGES = [
     ("Gemma3", {**GEMMA, **ALTERNATING}, {}, "transformers'"),
     ("Gemma4", {**GEMMA, **GEMMA4}, {"head_dim": 32}, "transformers'"),
     ("Mistral3", {"model_type": "mistral"}, {"model_type": "pixtral"}, "nanoengine's"),
-    ("InternVL", {"model_type": "qwen2"}, {}, "nanoengine's"),
-    ("SmolVLM", {"model_type": "llama"}, {}, "nanoengine's"),
     ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, "nanoengine's"),
     ("Qwen2VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
-    ("Qwen2_5_VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
     ("Qwen3VL", {"head_dim": 16, **INTERLEAVED}, {}, "nanoengine's"),
 ]
 WITH_IMAGES_SLOW = [  # the others of `WITH_CAUSAL_LM` are laid out like one of those above
+    ("InternVL", {"model_type": "qwen2"}, {}, "nanoengine's"),
+    ("SmolVLM", {"model_type": "llama"}, {}, "nanoengine's"),
+    ("Qwen2_5_VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
     ("Glm4v", {"rope_parameters": GLM_ROPE}, {}, "transformers'"),
     ("Glm4vMoe", GLM4V_MOE, {}, "transformers'"),
     ("Mistral3", {"model_type": "mistral4", **MISTRAL4}, {"model_type": "pixtral"}, "transformers'"),

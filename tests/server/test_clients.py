@@ -300,7 +300,10 @@ def test_structured_output_follows_a_thought_that_the_request_began(client, scri
 # ---- streams that stay open ----
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+@pytest.mark.parametrize(
+    "path",
+    ["chat/completions", *(pytest.param(x, marks=pytest.mark.slow) for x in ("completions", "responses"))],
+)
 def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, running, client, script, monkeypatch):
     url, server = running
     monkeypatch.setattr(service, "KEEP_ALIVE_SECONDS", 0.05)
@@ -351,7 +354,10 @@ def test_with_response_format_a_tool_can_still_be_called(choice, thought, format
     assert (message.content, getattr(message, "reasoning", "")) == (None, "Hm." if thought else "")
 
 
-@pytest.mark.parametrize("name", ["additional", "<tool_call>", ADD_TEXT[:12], "x"])
+@pytest.mark.parametrize(
+    "name",
+    ["<tool_call>", *(pytest.param(x, marks=pytest.mark.slow) for x in ("additional", ADD_TEXT[:12], "x"))],
+)
 def test_with_tools_an_answer_still_fits_its_format(name, formatted, script):
     _, client = formatted
     for text in (json.dumps({"name": name}), "I would rather talk."):
