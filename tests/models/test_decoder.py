@@ -21,13 +21,14 @@ NUM_NEW = 18
 
 
 # In PyTorch by default: one of each family, and settings that are computed in a way of their own.
+LIKE_OTHERS = "qwen3 yarn rope", "qwen2 linear rope", "qwen2 tied", "mistral", "mistral llama3 rope"
 IN_PYTORCH = "qwen3", "qwen2 sliding from layer 1", "llama with biases", "llama odd sizes", "mistral sliding"
 
 
 @pytest.mark.parametrize(
     ("name", "enforce_eager"),
     [
-        *((name, False) for name in ARCHITECTURES),
+        *(pytest.param(x, False, marks=pytest.mark.slow if x in LIKE_OTHERS else ()) for x in ARCHITECTURES),
         *(pytest.param(x, True, marks=() if x in IN_PYTORCH else pytest.mark.slow) for x in ARCHITECTURES),
     ],
 )
