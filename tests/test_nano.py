@@ -85,7 +85,7 @@ def test_the_bundled_model_answers_like_transformers_and_the_full_engine():
     how = {"add_generation_prompt": True, "tokenize": False}
     texts = [tokenizer.apply_chat_template(chat, **how) for chat in chats]
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO)
-    found = nano.LLM(DEMO, device="cpu").generate(
+    found = nano.LLM(DEMO, device="cpu", num_kvcache_blocks=64).generate(
         texts, nano.SamplingParams(temperature=0, max_tokens=60), use_tqdm=False
     )
     assert [answer["token_ids"] for answer in found] == [
