@@ -22,7 +22,8 @@ from nanoengine.cli.workloads import SHAPES, Workload
 
 LATENCIES = ("ttft", "tpot", "itl")
 # Engine -> the function that converts the checkpoint and the settings for it.
-PREPARE = {"llama.cpp": llama_cpp.prepare, "nano-vllm": nano_vllm.prepare, "openvino": openvino.prepare}
+PREPARE = {"llama.cpp": llama_cpp.prepare, "openvino": openvino.prepare}
+PREPARE |= dict.fromkeys(("nano-vllm", "nano.py"), nano_vllm.prepare)
 # Bits per weight in the layers and in the head, including scales. Other engines' weights have the dtype.
 BITS = {"int8": (8.125, 8.125), "int4": (4.5, 8.125), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
 BITS |= {f"{kind}{of_inputs}": BITS[kind] for kind in ("int8", "int4") for of_inputs in ("+a8", "+a16")}

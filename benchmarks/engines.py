@@ -130,6 +130,7 @@ LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "transformers": ("transformers", load_transformers),
     "vllm": ("vllm", load_stepped),
     "nano-vllm": ("nanovllm", nano_vllm.load),
+    "nano.py": ("nanoengine", nano_vllm.load),
     **{f"llama.cpp{kind}": ("llama_cpp", llama_cpp.load) for kind in ("", "-q8_0", "-q4_0")},
     **{f"openvino{kind}": ("openvino_genai", openvino.load) for kind in ("", "-int8", "-int4")},
     "limits": ("torch", load_limits),

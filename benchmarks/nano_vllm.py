@@ -1,9 +1,10 @@
-"""nano-vllm as an engine: writes a checkpoint that it can load, and calls its `generate`.
+"""nano-vllm and nano.py as engines: writes a checkpoint that both load, and calls their `generate`.
 
 nanoengine's Python writes the checkpoint. The engine's own Python needs only nano-vllm, so import only the
 standard library at the top of this file. Source: https://github.com/GeeeekExplorer/nano-vllm
 """
 
+import importlib
 import json
 import time
 from pathlib import Path
@@ -33,6 +34,8 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
     import tokenizers
 
     path = Path(directory, "nano-vllm")
+    if path.exists():  # written for the other engine
+        return settings | {"model": str(path)}
     write_weights(settings, path)
     word = "<eos>"
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: 0}, unk_token=word))
@@ -43,10 +46,9 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
 
 
 def load(settings: dict[str, Any]) -> Run:
-    """Load nano-vllm with the settings from `prepare`. It silently ignores settings that it does not know."""
-    from nanovllm import LLM, SamplingParams
-
-    llm = LLM(
+    """Load the engine with the settings from `prepare`. nano-vllm silently ignores unknown settings."""
+    module = importlib.import_module("nanoengine.nano" if settings["engine"] == "nano.py" else "nanovllm")
+    llm = module.LLM(
         settings["model"],
         max_model_len=settings["max_model_len"],
         max_num_seqs=MAX_NUM_SEQS,
@@ -54,7 +56,9 @@ def load(settings: dict[str, Any]) -> Run:
     )
 
     def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
-        params = [SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True) for n in output_lens]
+        params = [
+            module.SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True) for n in output_lens
+        ]
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
