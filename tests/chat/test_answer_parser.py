@@ -333,20 +333,35 @@ WORDS_OF_ANSWERS += TAGS_OF_ANSWERS.split()
 WORDS_OF_ANSWERS += [word for word in WORDS_OF_VALUES if word[0] in "<["]
 
 
+MARKERS = {
+    "deepseek_r1": r"\s*</?think>\s*",
+    "harmony": r"(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary|final)[^#]{0,40}?<\|message\|>"
+    r"|<\|end\|>|<\|return\|>",
+    "gemma4": r"<\|channel>thought\n|<channel\|>",
+}
+
+
 @pytest.mark.parametrize("calls", TOOL_FORMATS)
 @settings(max_examples=150, deadline=None)
 @example(words=["<|channel|>final <|constrain|>json<|message|>#"], cuts=[], prompt="")
 @example(words=["#\n</think>\n# <think> #"], cuts=[], prompt="<think>\n")
 @example(words=[f"{CODER}#<parameter=note>#</parameter>#\n{CODER_END}"], cuts=[], prompt="")
 @given(
-    words=st.lists(st.sampled_from(["#"] * 20 + WORDS_OF_ANSWERS), max_size=20),
+    words=st.lists(
+        st.one_of(*map(st.sampled_from, (["#"], ["a call", "half a call", "\n```\n"], WORDS_OF_ANSWERS))),
+        max_size=20,
+    ),
     cuts=st.lists(st.integers(0, 300), max_size=6),
     prompt=st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
 )
 def test_nothing_that_the_model_said_is_lost(calls, words, cuts, prompt):
-    """Each numbered word of an answer arrives once, in order, in the content, in a thought or in a call."""
-    reasoning = {"harmony": "harmony", "gemma4": "gemma4"}.get(calls, "deepseek_r1")
-    numbers = itertools.count()
+    """Each character belongs to a call, to the content, to a thought or to a tag around these, in order.
+
+    The numbered words of calls are in their arguments.
+    """
+    reasoning = calls if calls in MARKERS else "deepseek_r1"
+    numbers, call = itertools.count(), CALLS[calls]("#")
+    words = [{"a call": call, "half a call": call[:-9]}.get(word, word) for word in words]
     text = re.sub("#", lambda _: f"w{next(numbers)}.", "".join(words))
     cuts = sorted(min(cut, len(text)) for cut in cuts)
     pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -354,6 +369,11 @@ def test_nothing_that_the_model_said_is_lost(calls, words, cuts, prompt):
     assert found == taken_apart(parser_of(calls, reasoning, prompt), [text])
     said = "".join(json.dumps(value) if isinstance(value, dict) else value for _, value in found)
     assert re.findall(r"w\d+\.", said) == [f"w{i}." for i in range(next(numbers))]
+    parser = parser_of(calls, reasoning, prompt)
+    parts = [*parser.feed(text), *parser.finish()]
+    spans = (re.escape(part.text if part.kind == "tool_calls" else part.value) for part in parts)
+    tags = f"(?:{MARKERS[reasoning]})*"
+    assert re.fullmatch(tags.join([r"\s*", *spans, ""]), text)  # the prompt may end with a tag
 
 
 def test_a_tokenizer_s_own_template_takes_precedence():
