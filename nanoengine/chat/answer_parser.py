@@ -534,9 +534,9 @@ class AnswerParser:
             if isinstance(read, dict) and read.get("name") == "":  # a list of calls, each with its own name
                 read = read["arguments"]
             calls = [Part("tool_calls", self._call_of(one)) for one in listed(read)]
-            calls[:1] = [calls[0]._replace(text="".join([*call, end]).removesuffix(rest))] if calls else []
+            calls[0] = calls[0]._replace(text="".join([*call, end]).removesuffix(rest))
             return [*calls, *([Part("content", rest)] if rest else [])]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pieces = [*call, end]
             num_kept = self.first_end or len(pieces)
             kept, rest = "".join(pieces[:num_kept]), "".join(pieces[num_kept:])

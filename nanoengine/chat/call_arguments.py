@@ -178,6 +178,14 @@ NAMES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: 
 NAMES |= {list: {"array"}, tuple: {"array"}, type(None): {"null"}}
 
 
+# Types of JSON, and keywords of schemas that say something about only this type
+IMPLIED = {
+    "object": {"properties", "additionalProperties", "patternProperties", "required"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+}
+
+
 def kinds_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     """Return the types that a JSON schema names anywhere but in its members. Empty: it names none.
 
@@ -189,8 +197,7 @@ def kinds_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     seen, kinds = set() if seen is None else seen, {*map(str, listed(schema.get("type", [])))}
     for value in [*listed(schema.get("enum", [])), *([schema["const"]] if "const" in schema else [])]:
         kinds |= NAMES[type(value)]
-    kinds |= {"object"} if "properties" in schema else set()
-    kinds |= {"array"} if schema.keys() & {"items", "prefixItems"} else set()
+    kinds |= {kind for kind, names in IMPLIED.items() if schema.keys() & names}
     parts = [part for name in ("anyOf", "oneOf", "allOf") for part in listed(schema.get(name, []))]
     if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
         seen.add(reference)

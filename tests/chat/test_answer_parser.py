@@ -63,7 +63,10 @@ WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
     (THINKS, "a < b\n</think>\nYes", [("reasoning", "a < b"), ("content", "Yes")]),
     (THINKS, "never ends", [("reasoning", "never ends")]),
     (("hermes", "deepseek_r1", ""), "No <b>tags</b>, 1 < 2", [("content", "No <b>tags</b>, 1 < 2")]),
-    *((("hermes", None, ""), text, [("content", text)]) for text in (*BROKEN, NAN)),
+    *(
+        (("hermes", None, ""), text, [("content", text)])
+        for text in (*BROKEN, NAN, "<tool_call>[]</tool_call>")
+    ),
     (("qwen3_coder", None, ""), CUT, [("content", CUT)]),
     (
         ("qwen3_coder", None, ""),
@@ -139,6 +142,8 @@ WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
             '{"name": "Alice", "parameters": {}}',
             '{"name": "add"}',
             '[{"name": "add"}]',
+            "<|python_tag|>print(1)",
+            "<|python_tag|>[]",
             "[1, 2] and [3",
         )
     ),
@@ -509,6 +514,10 @@ OPTIONAL = [{"type": "integer"}, {"type": "null"}]
         ({"const": "7"}, {"7": "7"}),
         ({"properties": {"x": {}}}, {'{"x": 1}': {"x": 1}}),
         ({"items": {"type": "string"}}, {'["a"]': ["a"]}),
+        ({"additionalProperties": {"type": "integer"}}, {'{"x": 1}': {"x": 1}}),
+        ({"required": ["x"]}, {'{"x": 1}': {"x": 1}}),
+        ({"minItems": 1}, {"[1]": [1]}),
+        ({"minimum": 0}, {"7": 7, "x": "x"}),
         ({"type": ["string", "null"]}, {"null": None, "7": "7", '"a"': '"a"', "[1]": "[1]"}),
         ({"type": ["string", "integer"]}, {"7": 7, "7.5": "7.5", "true": "true"}),
         ({"anyOf": [{"type": "string"}, {"type": "array"}]}, {"[1]": [1], '["a': '["a', "(1,)": [1]}),

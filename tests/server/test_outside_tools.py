@@ -246,6 +246,73 @@ said["called"] = called
     assert len(said["called"]) == 2
 
 
+CALL = '<think>I look.</think><tool_call>\n{"name": "degrees_in", "arguments": {"city": "Paris", "now": "yes"'
+REPORT = '{"city": "Paris", "degrees": 12}'
+FINAL = f'<tool_call>\n{{"name": "final_result", "arguments": {REPORT}}}\n</tool_call>'
+DEGREES = """
+class Report(pydantic.BaseModel):
+    city: str
+    degrees: int
+
+called = []
+def degrees_in(city: str, now: bool) -> str:
+    "Tell how warm it is."
+    called.append([city, type(now).__name__])
+    return "It has 12 degrees"
+"""
+
+
+@pytest.fixture
+def thinking_url(tmp_path):
+    """Yield the address of a server whose model calls a tool with a wrong argument, and then reports."""
+    script = Script()
+    script.says = {"12 degrees": REPORT, QUESTION: CALL, "Report": FINAL}
+    with scripted(script, tmp_path / "model") as (url, _):
+        yield url
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", [AGENTS], indirect=True, ids=["openai-agents"])
+@pytest.mark.parametrize("model", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
+def test_agents_sdk_with_tools_and_an_output_type(model, run, thinking_url):
+    """Its tools are strict, so that the wrong argument cannot be sampled."""
+    program = """
+import agents, openai
+agents.set_tracing_disabled(True)
+def answer(**settings):
+    model = getattr(agents, MODEL)("demo", openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0))
+    settings |= {"model_settings": agents.ModelSettings(temperature=0, max_tokens=200)}
+    agent = agents.Agent("Warm", model=model, tools=[agents.function_tool(degrees_in)], **settings)
+    return agents.Runner.run_sync(agent, question).final_output
+said = {"typed": answer(output_type=Report).model_dump(), "text": answer(), "called": called}
+"""
+    said = said_by(run, thinking_url, DEGREES + program.replace("MODEL", repr(model)))
+    assert said["called"] == [["Paris", "bool"]] * 2
+    assert (said["typed"], json.loads(said["text"])) == (json.loads(REPORT), json.loads(REPORT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", [AGENTS], indirect=True, ids=["pydantic-ai"])
+@pytest.mark.parametrize("model", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai(model, run, thinking_url):
+    program = """
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models import openai
+from pydantic_ai.providers.openai import OpenAIProvider
+model = getattr(openai, MODEL)("demo", provider=OpenAIProvider(base_url=url, api_key="none"))
+def answer(**settings):
+    agent = Agent(model, tools=[degrees_in], model_settings={"temperature": 0, "max_tokens": 200}, **settings)
+    return agent.run_sync(question).output
+said = {"native": answer(output_type=NativeOutput(Report)).model_dump(), "text": answer()}
+question = "Report."
+said["tool"] = answer(output_type=Report).model_dump()
+said["called"] = called
+"""
+    said = said_by(run, thinking_url, DEGREES + program.replace("MODEL", repr(model)))
+    assert said["called"] == [["Paris", "bool"]] * 2
+    assert said["native"] == said["tool"] == json.loads(said["text"]) == json.loads(REPORT)
+
+
 @pytest.mark.slow
 def test_anthropic(run, tmp_path):
     """The answers are a script's: the bundled model knows neither thoughts nor tools."""
