@@ -136,7 +136,7 @@ class Conversation(BaseModel):
     tool_choice: Any = None
     reasoning_effort: str | None = None  # a variable of some templates, such as gpt-oss's; "none": no thought
     enable_thinking: bool | None = None  # a variable of some templates, such as Qwen 3's
-    think: bool | None = None  # the same under ollama's name
+    think: bool | str | None = None  # the same under ollama's name, or an effort
 
     def render(
         self, tokenizer: Any, encode: Callable[[str, bool], list[int]] | None = None
@@ -151,9 +151,11 @@ class Conversation(BaseModel):
         # must not replace the template.
         if reserved := settings.keys() & inspect.signature(tokenizer.apply_chat_template).parameters:
             raise ValueError(f"chat_template_kwargs must not hold {sorted(reserved)}")
-        if self.reasoning_effort not in (None, "none"):
-            settings.setdefault("reasoning_effort", self.reasoning_effort)
-        asked = self.enable_thinking, self.think, False if self.reasoning_effort == "none" else None
+        effort = self.think if isinstance(self.think, str) else self.reasoning_effort
+        if effort not in (None, "none"):
+            settings.setdefault("reasoning_effort", effort)
+        think = None if isinstance(self.think, str) else self.think
+        asked = self.enable_thinking, think, False if effort == "none" else None
         for one in asked:
             if one is not None:
                 settings.setdefault("enable_thinking", one)

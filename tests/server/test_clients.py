@@ -211,6 +211,7 @@ def test_a_template_of_another_format_with_the_same_tag_is_not_taken_for_hermes(
         ({"think": False}, False),
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "high"}, None),
+        ({"think": "high"}, None),
         ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
     ],
 )
@@ -221,6 +222,9 @@ def test_thinking_is_turned_off_by_each_name_that_clients_use(asked, thinks):
     )
     found = ChatRequest(messages=said(("user", "Hi: ")), **asked).render(tokenizer)["prompt"]
     assert found == f"Hi: {False if thinks is None else thinks}"
+    tokenizer.chat_template = "{{ messages[0].content }}{{ reasoning_effort }}"
+    found = ChatRequest(messages=said(("user", "")), **asked).render(tokenizer)["prompt"]
+    assert found == ("high" if "high" in asked.values() else "")
     tokenizer.chat_template = "{{ messages[0].content }}{{ enable_thinking is defined }}"
     found = ChatRequest(messages=said(("user", "Hi: ")), **asked).render(tokenizer)["prompt"]
     assert found == f"Hi: {thinks is not None}"
