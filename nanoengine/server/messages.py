@@ -29,6 +29,8 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 EMPTY: dict[str, Any] = {"text": "", "thinking": "", "signature": "", "input": {}}  # as a block begins
 # Begins an instruction of Claude Code that differs in each request, so that no prefix would be cached.
 BILLING = "x-anthropic-billing-header"
+# Begins a thought's signature. A thought that is not shown follows, because clients send signatures back.
+SIGNATURE = "nanoengine:"
 
 
 class MessagesChat(ChatRequest):
@@ -53,7 +55,7 @@ class Thinking(BaseModel):
 
     model_config = STRICT
     type: Literal["enabled", "adaptive", "disabled"]
-    display: Literal["summarized", "omitted"] | None = None  # omitted: thinking blocks have no text
+    display: Literal["summarized", "omitted"] | None = None  # omitted: not shown
     budget_tokens: int | None = None  # accepted without effect
 
 
@@ -146,8 +148,9 @@ def add_block(messages: list[dict[str, Any]], where: str, role: str, block: Any)
             call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             message_for(role, messages).setdefault("tool_calls", []).append(call)
         case "assistant", {"type": "thinking" | "redacted_thinking"}:  # what is redacted has no text
-            message, thought = message_for(role, messages), text_of(where, block.get("thinking", ""))
-            # A variable of templates such as Qwen 3's
+            thought = text_of(where, block.get("thinking", ""))
+            thought = thought or str(block.get("signature")).partition(SIGNATURE)[2]
+            message = message_for(role, messages)  # the name is a variable of templates such as Qwen 3's
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
         case _:
             text = text_of(where, block)
@@ -187,6 +190,7 @@ class MessageStream:
         self.message: dict[str, Any] = {"id": f"msg_{ticket.id}", "type": "message", "role": "assistant"}
         self.message |= {"model": model, "content": [], "stop_reason": None, "stop_sequence": None}
         self.index, self.kind = -1, ""  # of the open block; "": none is open
+        self.hidden = ""  # its thought, if that is not shown
 
     def whole(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Return a choice of the chat API as a message."""
@@ -209,6 +213,7 @@ class MessageStream:
                 self.index, self.kind = self.index + 1, kind
                 begun = {name: EMPTY.get(name, value) for name, value in block.items()}
                 yield self._event("content_block_start", content_block=begun)
+            self.hidden += block.get("signature", "").removeprefix(SIGNATURE)
             if kind == "tool_use":
                 text = json.dumps(block["input"], ensure_ascii=False)
                 yield self._delta(type="input_json_delta", partial_json=text)
@@ -229,9 +234,8 @@ class MessageStream:
         """Return a message of the chat API, or a piece of one, as content blocks."""
         blocks: list[dict[str, Any]] = []
         if thought := message.get("reasoning"):
-            shown = thought if self.shows_thoughts else ""
-            # Clients send only signed thoughts back. Any text serves as the signature.
-            blocks.append({"type": "thinking", "thinking": shown, "signature": self.ticket.id})
+            shown, hidden = (thought, "") if self.shows_thoughts else ("", thought)
+            blocks.append({"type": "thinking", "thinking": shown, "signature": SIGNATURE + hidden})
         if text := message.get("content"):
             blocks.append({"type": "text", "text": text})
         for call in message.get("tool_calls", ()):
@@ -248,10 +252,10 @@ class MessageStream:
     def _close(self) -> Iterator[dict[str, Any]]:
         """End the open block, if there is one."""
         if self.kind == "thinking":
-            yield self._delta(type="signature_delta", signature=self.ticket.id)
+            yield self._delta(type="signature_delta", signature=SIGNATURE + self.hidden)
         if self.kind:
             yield self._event("content_block_stop")
-        self.kind = ""
+        self.kind = self.hidden = ""
 
 
 def stop_of(choice: dict[str, Any]) -> dict[str, str | None]:

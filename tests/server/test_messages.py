@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanoengine.server import service
-from nanoengine.server.messages import CountRequest, MessageStream
+from nanoengine.server.messages import SIGNATURE, CountRequest, MessageStream
 from nanoengine.server.request_guard import Ticket
 from tests.helpers import DEMO
 from tests.serving import TEMPLATE, Script, held_steps, http, post, scripted
@@ -104,9 +104,8 @@ def test_a_message_is_the_chat_s_answer(url, script):
     message = post(url, "messages", **HELLO, system=text("Be brief."))
     messages = [{"role": "system", "content": "Be brief."}, *HELLO["messages"]]
     chat = post(url, "chat/completions", **HELLO | {"messages": messages})
-    thought = {"type": "thinking", "thinking": "Hm", "signature": message["content"][0]["signature"]}
+    thought = {"type": "thinking", "thinking": "Hm", "signature": SIGNATURE}
     assert message["content"] == [thought, *text("Hi.")]
-    assert thought["signature"]
     usage, expected = message["usage"], chat["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == expected["prompt_tokens"]
     assert usage["output_tokens"] == expected["completion_tokens"]
@@ -131,7 +130,7 @@ def test_the_reason_for_the_end_is_named(asked, expected, url, script):
 
 SAID = [{"reasoning": "a"}, {"reasoning": "b", "content": "So"}, {"content": ":"}, {"content": None}]
 RAN = [{"content": "", "tool_calls": [FUNCTION, FUNCTION]}, {"content": "!"}]
-THOUGHT = {"type": "thinking", "thinking": "ab", "signature": "1"}
+THOUGHT = {"type": "thinking", "thinking": "ab", "signature": SIGNATURE}
 
 
 @pytest.mark.parametrize(
@@ -154,11 +153,22 @@ def test_the_blocks_of_a_stream_are_those_of_the_answer_in_order(pieces, content
     assert {"input_tokens": 5, "cache_read_input_tokens": 4}.items() <= message["usage"].items()
     choice = {"finish_reason": "stop", "stop_reason": 5}  # a stop token
     for piece in pieces:
-        hidden = MessageStream(ticket, "demo", shows_thoughts=False)
-        whole = hidden.whole({"message": piece, **choice})
-        assert gathered([*hidden.piece(piece), *hidden.end(choice)]) == whole
+        stream = MessageStream(ticket, "demo", shows_thoughts=True)
+        whole = stream.whole({"message": piece, **choice})
+        assert gathered([*stream.piece(piece), *stream.end(choice)]) == whole
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
-        assert not any(block.get("thinking") for block in whole["content"])
+
+
+def test_a_thought_that_is_not_shown_comes_back_in_its_signature():
+    stream = MessageStream(Ticket("1", "POST", "/v1/messages"), "demo", shows_thoughts=False)
+    choice = {"finish_reason": "stop", "stop_reason": None}
+    events = [event for piece in SAID + SAID for event in stream.piece(piece)] + [*stream.end(choice)]
+    content = gathered(events)["content"]
+    assert stream.whole({"message": {"reasoning": "ab"}, **choice})["content"] == content[:1]
+    assert [block.get("thinking") for block in content] == ["", None] * 2
+    (found,) = CountRequest(messages=[{"role": "assistant", "content": content}]).chat().messages
+    assert found == {"role": "assistant", "content": "So:\nSo:", "reasoning_content": "abab"}
+    assert CountRequest(messages=[{"role": "assistant", "content": [HM | {"thinking": ""}]}]).chat()
 
 
 def test_sampling_settings_act(url, script):
@@ -270,31 +280,32 @@ def test_tools_keep_what_the_chat_api_knows(caplog):
 
 
 def claude_code(number, *more):
-    """Return what Claude Code sends, with its texts cut short."""
+    """Return what Claude Code 2.1.332 sends, with its texts cut short."""
     kept = {"cache_control": KEPT}
-    billing = f"x-anthropic-billing-header: cc_version=2.1.37; cch={number};"
-    turns = ("user", [*text("<system-reminder>Now</system-reminder>"), *text("Hello", **kept)]), *more
+    billing = f"x-anthropic-billing-header: cc_version=2.1.332; cch={number};"
+    hello = [*text("<system-reminder>Now</system-reminder>"), *text("Hello")]
+    turns = ("user", hello), ("system", text("# Environment", **kept)), *more
     return {
         **{"model": "demo", "max_tokens": 32000, "temperature": 0, "stream": True},
         "system": [*text(billing), *text("You are Claude Code.", **kept), *text("Help.", **kept)],
         "messages": [{"role": role, "content": content} for role, content in turns],
-        "tools": [{**TOOL, "description": "Run.", "eager_input_streaming": True, **kept}],
-        "thinking": {"type": "enabled", "budget_tokens": 31999},
-        "output_config": {"effort": "medium"},
+        "tools": [TOOL, {**TOOL, "name": "g", "description": "Never call this.", "defer_loading": True}],
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "output_config": {"effort": "high"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "metadata": {"user_id": "user_1_account__session_2"},
-        "service_tier": "auto",
     }
 
 
 def test_claude_code_s_requests_are_served(url, script):
     script.says = {"9 left": "</think>It is 5.", "Hello": "Hm.</think>So:" + CALL}
-    beta = "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27"
+    beta = "claude-code-20250219,interleaved-thinking-2025-05-14,advanced-tool-use-2025-11-20"
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": beta, "x-app": "cli"}
     first = gathered(events_of(url, claude_code(1), headers))
     assert [block["type"] for block in first["content"]] == ["thinking", "text", "tool_use"]
+    assert first["content"][0]["thinking"] == ""
     results = [{"type": "tool_result", "tool_use_id": first["content"][2]["id"], "content": text("5")}]
-    turns = ("assistant", first["content"]), ("user", results), ("system", text("9 left", cache_control={}))
+    turns = ("assistant", first["content"]), ("user", results), ("system", text("9 left", cache_control=KEPT))
     second = gathered(events_of(url, claude_code(2, *turns), headers))
     assert (second["content"][-1]["text"], second["stop_reason"]) == ("It is 5.", "end_turn")
     usage = second["usage"]
