@@ -62,7 +62,8 @@ class SpeculativeConfig:
 
 
 Online = Literal["int8", "int4"]  # for weights that are quantized while they are loaded
-InFiles = Literal["gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf", "fp8", "mxfp4"]
+Integers = Literal["gptq", "gptq_marlin", "auto-round", "awq", "compressed-tensors", "bitsandbytes", "gguf"]
+InFiles = Literal[Integers, "fp8", "modelopt", "mxfp4"]
 ONLINE_FORMATS, FILE_FORMATS = get_args(Online), get_args(InFiles)
 
 SIZES = "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_bytes"

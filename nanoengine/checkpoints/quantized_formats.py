@@ -166,13 +166,16 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _gptq(stated: dict[str, Any]) -> Format:
-    bits = _one_of(stated, "bits", 4, (4, 8))
+    layers = _of_layers(stated)
+    all_bits = {_one_of(layer, "bits", 4, (4, 8)) for layer in layers}
     is_first_version = _one_of(stated, "checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
-    if stated.get("dynamic"):
-        raise ValueError("it has settings per layer (dynamic), which are not supported")
-    blocks, middle = _group_size(stated), 1 << (bits - 1)
+    blocks = set[Block]().union(*map(_group_size, layers))
 
     def read(tensors: Tensors) -> Quantized | Tensor:
+        bits = min(all_bits)
+        if len(all_bits) > 1 and 4 * tensors["qzeros"].shape[1] == tensors["qweight"].shape[1]:
+            bits = 8  # four zeros in each word
+        middle = 1 << (bits - 1)
         # The first version stores zeros minus one.
         zeros = (unpack(tensors["qzeros"], bits) + is_first_version) & ((1 << bits) - 1)
         numbers, scales = unpack(tensors["qweight"].T.contiguous(), bits), tensors["scales"].T
@@ -183,10 +186,33 @@ def _gptq(stated: dict[str, Any]) -> Format:
     return Format("gptq", parts, read)
 
 
+def _of_layers(stated: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of all quantized layers, those with rules of their own included.
+
+    A rule may also leave layers as floats, which the files show.
+    """
+    rules = stated.get("dynamic") or {}
+    if not isinstance(rules, dict) or not all(isinstance(rule, dict) for rule in rules.values()):
+        raise ValueError(f"its dynamic is {rules!r:.99}; it must map names to settings")
+    kept = [rule for name, rule in rules.items() if not name.startswith("-") and rule.get("bits", 0) <= 8]
+    return [stated, *({**stated, **rule} for rule in kept)]
+
+
+def _auto_round(stated: dict[str, Any]) -> Format:
+    stated = {**stated, "dynamic": stated.get("extra_config")}
+    packing = {*str(stated.get("packing_format") or stated.get("backend")).split(":")}
+    for names, maker in (({"gptq", "auto_gptq"}, _gptq), ({"awq", "auto_awq"}, _awq)):
+        if names & packing:
+            return maker(stated)._replace(name="auto-round")
+    supported = "auto_round:auto_gptq, auto_round:auto_awq"
+    raise ValueError(f"its packing_format is {stated.get('packing_format')!r}; supported: {supported}")
+
+
 def _awq(stated: dict[str, Any]) -> Format:
-    _one_of(stated, "bits", 4, (4,))
+    for layer in _of_layers(stated):
+        _one_of(layer, "bits", 4, (4,))
     _one_of(stated, "version", "gemm", ("gemm", "GEMM"))
-    blocks = _group_size(stated)
+    blocks = set[Block]().union(*map(_group_size, _of_layers(stated)))
 
     def in_order(words: Tensor) -> Tensor:
         return unpack(words, 4).view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1).T
@@ -225,17 +251,22 @@ def _block_size(block: Any, field: str) -> Block:
 
 def _compressed(stated: dict[str, Any]) -> Format:
     formats = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+    groups = [group or {} for group in (stated.get("config_groups") or {}).values()]
+    if stated.get("format") == "mixed-precision":
+        kinds = {group.get("format") for group in groups}
+        if len(kinds) != 1:
+            raise ValueError(f"its groups have the formats {kinds}; supported: one format for all")
+        stated = {**stated, "format": kinds.pop()}
     kind = _one_of(stated, "format", None, formats)
     if (stated.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError("it has a sparsity_config, which is not supported")
     if (stated.get("transform_config") or {}).get("config_groups"):
         raise ValueError("it has a transform_config, which is not supported")
-    weights = [(group or {}).get("weights") or {} for group in (stated.get("config_groups") or {}).values()]
+    weights = [group.get("weights") or {} for group in groups]
     all_bits: set[Any] = {one.get("num_bits") for one in weights}
     supported = {4, 8} if kind == "pack-quantized" else {8}
-    if len(all_bits) != 1 or not all_bits <= supported:
-        raise ValueError(f"its weights' num_bits are {all_bits}; supported: one of {supported}")
-    (bits,) = all_bits
+    if not all_bits or not all_bits <= supported:
+        raise ValueError(f"its weights' num_bits are {all_bits}; supported: {supported}")
     if kind == "naive-quantized":
         kind = "float-quantized" if weights[0].get("type") == "float" else "int-quantized"
     blocks = {block for one in weights if (block := _block_of(one)) is not None}
@@ -243,6 +274,10 @@ def _compressed(stated: dict[str, Any]) -> Format:
 
     def read_packed(tensors: Tensors) -> Quantized | Tensor:
         num_outputs, num_inputs = tensors["weight_shape"].tolist()
+        words = tensors["weight_packed"].shape[1]
+        bits = next(
+            (bits for bits in sorted(all_bits) if -(-num_inputs * bits // 32) == words), min(all_bits)
+        )
         numbers, zeros = unpack(tensors["weight_packed"], bits), tensors.get("weight_zero_point")
         if len(numbers) != num_outputs or not 0 <= numbers.shape[1] - num_inputs < 32 // bits:
             raise ValueError(f"weight_shape {num_outputs, num_inputs} does not fit {tuple(numbers.shape)}")
@@ -357,6 +392,9 @@ def _spread(scales: Tensor, block: Any, count: int) -> Tensor:
 
 FORMATS = {
     "gptq": _gptq,
+    "gptq_marlin": _gptq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "awq": _awq,
     "compressed-tensors": _compressed,
     "bitsandbytes": _bitsandbytes,

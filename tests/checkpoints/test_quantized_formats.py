@@ -156,13 +156,22 @@ def in_groups(size):
     return {"strategy": "group", "group_size": size}
 
 
+def but(writer, excepted, other=None):
+    """Return a writer that writes weights of one shape in another way, or as floats."""
+    return lambda shape: writer(shape) if shape != excepted else other and other(shape)
+
+
 def scattered(num_inputs):
     return torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+AUTO_ROUND |= {"packing_format": "auto_round:auto_gptq"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 PACKED, FLOAT8 = compressed("pack-quantized", 4), compressed("float-quantized", 8)
+MIXED = compressed("pack-quantized", 4)
+MIXED["config_groups"] |= {"group_1": compressed("pack-quantized", 8)["config_groups"]["group_0"]}
 WHOLE = compressed("pack-quantized", 8, {"strategy": "tensor"})
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 write_fp8 = partial(float_quantized, scale_name="weight_scale_inv")
@@ -176,9 +185,24 @@ CHECKPOINTS = {
     "gptq in 8 bits": ({**GPTQ, "bits": 8}, partial(gptq, bits=8), 8),
     "gptq, one group": ({**GPTQ, "group_size": -1}, lambda shape: gptq(shape, group=shape[1]), 4),
     "gptq, inputs in another order": ({**GPTQ, "desc_act": True}, partial(gptq, order=scattered), None),
+    "gptq, some layers not": ({**GPTQ, "dynamic": {r"-:.*\.down_proj": {}}}, but(gptq, (64, 96)), 4),
+    "gptq, some in 8 bits": (
+        {**GPTQ, "dynamic": {r"+:.*\.down_proj": {"bits": 8, "group_size": 16}}},
+        but(gptq, (64, 96), partial(gptq, bits=8, group=16, has_groups=False)),
+        (4, 8),
+    ),
+    "gptq_marlin": ({**GPTQ, "quant_method": "gptq_marlin"}, gptq, 4),
+    "auto-round": (AUTO_ROUND, partial(gptq, has_groups=False), 4),
+    "auto-round, some not": (
+        {**AUTO_ROUND, "extra_config": {"model.layers.0.mlp.down_proj": {"bits": 16}}},
+        but(partial(gptq, has_groups=False), (64, 96)),
+        4,
+    ),
+    "auto-round as awq": ({**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, awq, 4),
     "awq": (AWQ, awq, 4),
     "compressed": (PACKED, packed, 4),
     "compressed, zeros": (PACKED, partial(packed, symmetric=False), 4),
+    "compressed, 4 and 8 bits": (MIXED, but(packed, (64, 96), partial(packed, bits=8)), (4, 8)),
     "compressed in 8 bits": (compressed("pack-quantized", 8), partial(packed, bits=8, group=0), 8),
     "compressed, one scale and zero": (WHOLE, partial(packed_whole, bits=8, symmetric=False), None),
     "compressed, int8": (compressed("int-quantized", 8), int_quantized, 8),
@@ -222,7 +246,11 @@ def write(path, stated, writer, model=None, pattern=PROJECTION):
         if not re.fullmatch(pattern, name):
             tensors[name] = parameter
             continue
-        parts, weight = writer(tuple(parameter.shape))
+        written = writer(tuple(parameter.shape))
+        if written is None:
+            tensors[name] = parameter
+            continue
+        parts, weight = written
         parameter.copy_(weight)
         tensors |= {name.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()}
     save_file(tensors, path / "model.safetensors")
@@ -260,8 +288,10 @@ def test_quantized_checkpoint_computes_with_its_dequantized_weights(name, settin
         bits = None
     elif "dtype" in settings and ("bitsandbytes" in name or "one scale" in name):
         bits = 8
-    assert check_equal(model, tmp_path, **settings) == ({bits} if bits else set())
-    assert (f"weights in {bits} bits on cpu" if bits else "dequantized, on cpu") in caplog.text
+    all_bits = {bits} - {None} if not isinstance(bits, tuple) else {*bits}
+    assert check_equal(model, tmp_path, **settings) == all_bits
+    in_words = " and ".join(map(str, sorted(all_bits)))
+    assert (f"weights in {in_words} bits on cpu" if bits else "dequantized, on cpu") in caplog.text
 
 
 def as_part(path, stated):
@@ -408,13 +438,20 @@ def test_bitsandbytes_int8_in_another_order_than_rows_is_refused(impl, tmp_path)
         ({**GPTQ, "group_size": 0}, "its group_size is 0"),
         ({**GPTQ, "bits": 3}, "with gptq, and its bits is 3; supported: 4, 8"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "its checkpoint_format is 'marlin'"),
-        ({**GPTQ, "dynamic": {"a": {"bits": 8}}}, "it has settings per layer"),
+        ({**GPTQ, "dynamic": {"a": {"bits": 3}}}, "its bits is 3; supported: 4, 8"),
+        ({**GPTQ, "dynamic": ["a"]}, r"its dynamic is \['a'\]; it must map names to settings"),
+        (
+            {**AUTO_ROUND, "packing_format": "auto_round:llm"},
+            "its packing_format is 'auto_round:llm'; supported",
+        ),
+        ({**AUTO_ROUND, "extra_config": {"a": {"bits": 2}}}, "its bits is 2; supported: 4, 8"),
+        (compressed("mixed-precision", 4), r"its groups have the formats|its format is None"),
         ({**AWQ, "version": "gemv"}, "with awq, and its version is 'gemv'"),
         (compressed("pack-quantized", 4, in_groups(None)), "its strategy 'group' with group_size None"),
         (compressed("pack-quantized", 4, {"strategy": "tensor_group"}), "its strategy 'tensor_group' with"),
         (compressed("float-quantized", 8, {"strategy": "block"}), "its block_structure is None"),
         (compressed("nvfp4-pack-quantized", 4), "its format is 'nvfp4-pack-quantized'"),
-        (compressed("pack-quantized", 3), r"its weights' num_bits are \{3\}; supported: one of \{.*4.*\}"),
+        (compressed("pack-quantized", 3), r"its weights' num_bits are \{3\}; supported: \{.*4.*\}"),
         ({**PACKED, "sparsity_config": {"format": "sparse-24"}}, "it has a sparsity_config, which"),
         ({**FP8, "weight_block_size": [0, 32]}, r"with fp8, and its weight_block_size is \[0, 32\]"),
         ({**FP8, "weight_block_size": [128]}, r"with fp8, and its weight_block_size is \[128\]"),
