@@ -134,7 +134,9 @@ class Adapter:
         for name, tensor in (*self._bases.items(), *self._whole.items()):
             if tensor.shape != weights[name].shape:
                 found, expected = tuple(tensor.shape), tuple(weights[name].shape)
-                raise ValueError(f"{self.path}: {name!r} has shape {found}, not {expected}")
+                is_end = re.search("embed|head", name)
+                hint = "; resize the base's vocabulary and merge the adapter with PEFT" if is_end else ""
+                raise ValueError(f"{self.path}: {name!r} has shape {found}, not {expected}{hint}")
         for name, tensor in self._bases.items():
             for same in tied if name in tied else [name]:
                 weights[same].copy_(tensor)

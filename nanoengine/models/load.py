@@ -181,8 +181,10 @@ def check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> d
     refuse_misfit(path, missing=shapes.keys() - headers.keys(), unexpected=headers.keys() - shapes.keys())
     check_dtypes(headers, shapes)
     for name, shape in shapes.items():
-        if headers[name].shape not in (shape, None):
-            raise ValueError(f"tensor {name!r} has shape {headers[name].shape}, the config requires {shape}")
+        if (found := headers[name].shape) is not None and found != shape:
+            resized = name in TIED_TO and found[1:] == shape[1:]
+            hint = f'; give hf_overrides={{"vocab_size": {found[0]}}}' if resized else ""
+            raise ValueError(f"tensor {name!r} has shape {found}, the config requires {shape}{hint}")
     return shapes
 
 

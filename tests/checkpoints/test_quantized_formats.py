@@ -24,6 +24,7 @@ from benchmarks.llama_cpp import write_gguf as write_for_llama_cpp
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.checkpoints.gguf import READERS
+from nanoengine.checkpoints.lora import PREFIX
 from nanoengine.checkpoints.quantized_formats import QuantizedFiles
 from tests.helpers import (
     DEMO,
@@ -872,6 +873,10 @@ def test_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
         ({first.replace("layers.0", "layers.7"): matrix}, "which is not a weight of the model"),
         ({first.replace("lora_A", "lora_magnitude_vector"): matrix}, "use_dora=False, but a magnitude"),
         ({first.replace("lora_A", "lora_C"): matrix}, "is not plain LoRA or DoRA"),
+        (
+            {f"{PREFIX}model.embed_tokens.weight": torch.zeros(130, 64)},
+            "not .*; resize the base's vocabulary",
+        ),
     ):
         kept = {name: x.clone() for name, x in {**tensors, **changed}.items() if x is not None}
         save_file(kept, file)

@@ -159,6 +159,17 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_by_field_tensor_or_file(c
     refuse(copy, message, model_impl=impl)
 
 
+def test_a_resized_vocabulary_is_refused_with_the_setting_that_loads_it(copy):
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        change_tensors(copy, lambda t, name=name: t.update({name: torch.cat((t[name], t[name][:2]))}))
+    words = (
+        r"has shape \(130, 64\), the config requires \(128, 64\); give hf_overrides=\{\"vocab_size\": 130\}"
+    )
+    refuse(copy, words)
+    with LLM(str(copy), num_kv_blocks=4, hf_overrides={"vocab_size": 130}) as llm:
+        assert llm.llm_engine.checkpoint.vocab_size == 130
+
+
 @pytest.mark.parametrize("theta", [0, -1.0, float("nan")])
 def test_rope_settings_that_give_no_finite_angles_are_refused(copy, theta):
     edit_config(copy, **theta_of(theta))
