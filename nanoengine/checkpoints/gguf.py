@@ -329,6 +329,12 @@ class GGUFFile:
         """Raise ValueError if transformers has no place for a tensor, because it would ignore the tensor."""
         import transformers.modeling_gguf_pytorch_utils as loader  # only here: it takes time
 
+        class Qwen2MoeProcessor(loader.Qwen2MoeTensorProcessor):
+            def process(self, weights: Any, name: str, **others: Any) -> Any:
+                """Allow a dimension of 1, which only quantized files do without."""
+                return super().process(weights.ravel() if "inp_shexp" in name else weights, name, **others)
+
+        loader.TENSOR_PROCESSORS["qwen2moe"] = Qwen2MoeProcessor
         make: Any = loader.TENSOR_PROCESSORS.get(self.architecture, loader.TensorProcessor)
         names = loader.get_gguf_hf_weights_map(model, make())
         for name in self._tensors:

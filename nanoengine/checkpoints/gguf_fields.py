@@ -20,15 +20,15 @@ MAX_SIZE = 1 << 24  # of any dimension of a layer, and of the context: far above
 HUGE = 1e38
 PATTERN = "attention.sliding_window_pattern"
 SIGMOID = 2  # the number of a router's function
-RMS, NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-WINDOW, DIMENSIONS, KV_HEADS = "attention.sliding_window", "rope.dimension_count", "attention.head_count_kv"
-EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+RMS, NORM, EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "layer_norm_epsilon"
+FFN, CONTEXT, KV_HEADS = "feed_forward_length", "context_length", "attention.head_count_kv"
+WINDOW, DIMENSIONS = "attention.sliding_window", "rope.dimension_count"
 SIZES = {
     "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
-    "context_length": "max_position_embeddings",
+    CONTEXT: "max_position_embeddings",
+    FFN: "intermediate_size",
 }
 
 
@@ -37,74 +37,53 @@ class Family(NamedTuple):
 
     config: str  # the name of the class, because importing it takes a second
     fields: dict[str, str]  # required fields in addition to SIZES -> fields of the config
-    fixed: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple has no other defaults)
     has_head_dim: bool = True  # False: a head's size is embedding_length / head_count
     rotates: str = "all"  # dimensions of a head that rope rotates: "all", "some" or "none"
 
 
 # decoder.py runs the families of OWN. transformers reads the tensors of the others.
 OWN = "llama", "qwen2", "qwen3"
+EPS = {RMS: "rms_norm_eps"}
+EXPERTS = {**EPS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 FAMILIES = {
-    "llama": Family("LlamaConfig", {RMS: "rms_norm_eps"}),
-    "qwen2": Family("Qwen2Config", {RMS: "rms_norm_eps"}),
-    "qwen3": Family("Qwen3Config", {RMS: "rms_norm_eps"}),
-    "qwen2moe": Family("Qwen2MoeConfig", {RMS: "rms_norm_eps", **EXPERTS}),
-    "qwen3moe": Family("Qwen3MoeConfig", {RMS: "rms_norm_eps", **EXPERTS}, {"norm_topk_prob": True}),
-    "minimax-m2": Family(
-        "MiniMaxM2Config",
-        {RMS: "rms_norm_eps", **EXPERTS, "expert_count": "num_local_experts"},
-        rotates="some",
-    ),
-    "gemma2": Family("Gemma2Config", {RMS: "rms_norm_eps"}),
-    "gemma3": Family("Gemma3TextConfig", {RMS: "rms_norm_eps"}),
-    "phi3": Family("Phi3Config", {RMS: "rms_norm_eps"}, rotates="some"),
+    "llama": Family("LlamaConfig", EPS),
+    "qwen2": Family("Qwen2Config", EPS),
+    "qwen3": Family("Qwen3Config", EPS),
+    "qwen2moe": Family("Qwen2MoeConfig", EXPERTS),
+    "qwen3moe": Family("Qwen3MoeConfig", EXPERTS),
+    "minimax-m2": Family("MiniMaxM2Config", {**EXPERTS, "expert_count": "num_local_experts"}, rotates="some"),
+    "gemma2": Family("Gemma2Config", EPS),
+    "gemma3": Family("Gemma3TextConfig", EPS),
+    "phi3": Family("Phi3Config", EPS, rotates="some"),
     "starcoder2": Family("Starcoder2Config", {NORM: "norm_epsilon"}),
     "nemotron": Family("NemotronConfig", {NORM: "norm_eps"}, rotates="some"),
     "stablelm": Family("StableLmConfig", {NORM: "layer_norm_eps"}, has_head_dim=False, rotates="some"),
-    "lfm2": Family(
-        "Lfm2Config",
-        {RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-        {"block_auto_adjust_ff_dim": False},
-    ),
-    "falcon": Family(
-        "FalconConfig",
-        {NORM: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size"},
-        has_head_dim=False,
-    ),
+    "lfm2": Family("Lfm2Config", {RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"}),
+    "falcon": Family("FalconConfig", {NORM: EPSILON, FFN: "ffn_hidden_size"}, has_head_dim=False),
     "bloom": Family(
-        "BloomConfig",
-        {NORM: "layer_norm_epsilon", "context_length": "seq_length"},
-        has_head_dim=False,
-        rotates="none",
+        "BloomConfig", {NORM: EPSILON, CONTEXT: "seq_length"}, has_head_dim=False, rotates="none"
     ),
-    "gpt2": Family(
-        "GPT2Config",
-        {NORM: "layer_norm_epsilon", "feed_forward_length": "n_inner"},
-        has_head_dim=False,
-        rotates="none",
-    ),
+    "gpt2": Family("GPT2Config", {NORM: EPSILON, FFN: "n_inner"}, has_head_dim=False, rotates="none"),
 }
-# llama.cpp knows these names. It reads those in NEUTRAL in every family, and of the others the same as this
-# file does. A field in NEUTRAL changes nothing if it has one of the values there.
+# Names that llama.cpp knows. Those that this file does not read, llama.cpp reads in no family of the table,
+# except those in NEUTRAL, which change nothing if they have one of the values there.
 KNOWN = {
     name.removeprefix("{arch}.")
     for group in vars(Keys).values()
     for name in (vars(group).values() if isinstance(group, type) else ())
     if isinstance(name, str)
 }
+KNOWN |= {"rope.scale_linear", "mm.tokens_per_image", "rope.mrope_section"}  # the last two are Ollama's
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "nextn_predict_layers": (0,),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
     "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
+    **dict.fromkeys(("nextn_predict_layers", "expert_count", "expert_used_count"), (0,)),
 }
 # Ends of names -> the type of the value. Other fields that llama.cpp knows are integers.
 TYPES: dict[str, type] = {
     "epsilon|freq_base|freq_base_swa|factor|softcapping|scale|scale_linear|alpha|multiplier|yarn_beta_fast"
     "|yarn_beta_slow|max_alibi_bias|clamp_kqv|swiglu_clamp_exp|swiglu_clamp_shexp": float,
-    "finetuned|causal|use_parallel_residual|expert_weights_norm|swin_norm|dt_b_c_rms|remove_extra_whitespaces"
+    "finetuned|causal|use_parallel_residual|expert_weights_norm|norm_top_k_prob|swin_norm|dt_b_c_rms|remove_extra_whitespaces"
     "|add_(bos|eos|sep)_token|add_space_prefix": bool,
     r"scaling\.type|tensor_data_layout|ggml\.model|ggml\.pre|chat_template|general\.(architecture|name)": str,
     r"token_id|general\.(file_type|quantization_version)|split\.(no|count|tensors\.count)": int,
@@ -126,15 +105,9 @@ def check_types(fields: dict[str, Any], architecture: Any) -> None:
             expected = expected or int
         elif own == name and not name.startswith(("general.", "tokenizer.", "split.")):
             continue
-        kind = type(value)
-        if own != name and isinstance(value, np.ndarray):
-            kind = OF_ARRAYS[value.dtype.kind]
-        is_pattern = own == PATTERN and kind is bool
-        if (
-            expected is not None
-            and not is_pattern
-            and (kind, expected) not in ((int, float), (expected, expected))
-        ):
+        kind = OF_ARRAYS[value.dtype.kind] if own != name and isinstance(value, np.ndarray) else type(value)
+        also = int if expected is float else bool if own == PATTERN else expected
+        if expected is not None and kind not in (expected, also):
             raise ValueError(f"its {name} must be {IN_WORDS[expected]}, got {value!r:.99}")
 
 
@@ -188,9 +161,11 @@ class ModelFields:
             values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in self._shapes
         for name in self._fields.keys() - self._read:
             neutral = NEUTRAL.get(name)
-            if name not in KNOWN or (neutral is not None and self._fields[name] not in neutral):
+            if name not in KNOWN if neutral is None else not np.isin(self._fields[name], neutral).all():
                 self._refuse(name, "which is not supported")
-        class_name = "MistralConfig" if architecture == "llama" and WINDOW in self._fields else family.config
+        class_name = (
+            "MistralConfig" if architecture == "llama" and values["sliding_window"] else family.config
+        )
         rope = values.pop("rope_parameters", None)
         config = getattr(transformers, class_name)(**values)
         if rope is not None:  # set afterwards, because Phi-3's class refuses types that its code computes
@@ -206,36 +181,33 @@ class ModelFields:
 
     def _sizes(self, family: Family) -> dict[str, Any]:
         """Return the fields of the config that do not depend on the kinds of layers."""
-        fields, has, values = SIZES | family.fields, self._shapes.__contains__, dict(family.fixed)
+        fields, has, values = SIZES | family.fields, self._shapes.__contains__, dict[str, Any]()
         if "expert_count" in fields:  # every layer has experts
-            del fields["feed_forward_length"]
-            self.get("feed_forward_length")
+            del fields[FFN]
         for ours, theirs in fields.items():
             low, high = (0.0, 1.0) if "epsilon" in ours else (1, MAX_SIZE)
             values[theirs] = self.number(ours, None, low, high)
-        num_heads, head_dim = (
-            values["num_attention_heads"],
-            values["hidden_size"] // values["num_attention_heads"],
-        )
+        num_heads = values["num_attention_heads"]
+        head_dim = values["hidden_size"] // num_heads
         if family.has_head_dim:
             values["head_dim"] = head_dim = self.number("attention.key_length", head_dim, 2)
         if self.architecture == "lfm2":  # a layer without KV heads has no attention
             heads = np.broadcast_to(self.get(KV_HEADS, num_heads), values["num_hidden_layers"])
             values["layer_types"] = ["full_attention" if count else "conv" for count in heads.tolist()]
-            self._fields[KV_HEADS] = heads[heads != 0]
+            values["block_auto_adjust_ff_dim"], self._fields[KV_HEADS] = False, heads[heads != 0]
         num_kv_heads = self.number(KV_HEADS, num_heads)
         if head_dim < 2 or head_dim % 2 or num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} heads of {head_dim} on {num_kv_heads} KV heads are not possible")
         ends = "key_length", "value_length", "key_length_swa", "value_length_swa"
-        required = dict.fromkeys([f"attention.{end}" for end in ends], head_dim)
+        required = dict.fromkeys([f"attention.{end}" for end in (*ends, "head_dim")], head_dim)
         if family.rotates == "all":
             required |= dict.fromkeys((DIMENSIONS, f"{DIMENSIONS}_swa"), head_dim)
         if self.architecture == "bloom":
-            required["feed_forward_length"] = 4 * values["hidden_size"]
+            required[FFN] = 4 * values["hidden_size"]
         if not family.has_head_dim and self.architecture != "stablelm":
             required[KV_HEADS] = 1 if self.architecture == "falcon" else num_heads
         for name, expected in required.items():
-            if self.get(name, expected) != expected:
+            if np.any(self.get(name, expected) != expected):
                 self._refuse(name, f"only {expected} is supported")
         return values | {
             "num_key_value_heads": num_kv_heads,
@@ -248,15 +220,13 @@ class ModelFields:
 
     def _rope(self, values: dict[str, Any], family: Family) -> dict[str, Any]:
         number, kind = self.number, self.get("rope.scaling.type", "linear")
-        rope: dict[str, Any] = {
-            "rope_type": "default",
-            "rope_theta": float(number("rope.freq_base", 1e4, 2.0, HUGE)),
-        }
+        theta = float(number("rope.freq_base", 1e4, 2.0, HUGE))
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         if family.rotates == "some":
             head_dim = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
             rope["partial_rotary_factor"] = number(DIMENSIONS, head_dim, 2, head_dim) / head_dim
         factor = float(number("rope.scaling.factor", self.get("rope.scale_linear", 0.0), 0.0, HUGE)) or 1.0
-        original = number("rope.scaling.original_context_length", values["max_position_embeddings"])
+        original = number("rope.scaling.original_context_length", 0, 0) or values["max_position_embeddings"]
         scale = float(number("rope.scaling.attn_factor", 1.0, 0.0, HUGE))
         if kind == "yarn":
             rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
@@ -271,12 +241,12 @@ class ModelFields:
             self._refuse("rope.scaling.attn_factor", "which is only supported with yarn")
         elif kind == "linear" and factor != 1.0:
             rope |= {"rope_type": "linear", "factor": factor}
-        name = "rope.freq_base_swa"
-        if self.architecture == "gemma3":
-            local = {"rope_type": "default", "rope_theta": float(number(name, 1e4, 2.0, HUGE))}
+        if self.architecture == "gemma3":  # Ollama has a name of its own
+            base = number("rope.freq_base_swa", self.get("rope.local.freq_base", 1e4), 2.0, HUGE)
+            local = {"rope_type": "default", "rope_theta": float(base)}
             return {"full_attention": rope, "sliding_attention": local}
-        if self.architecture == "gemma2" and self.get(name, rope["rope_theta"]) != rope["rope_theta"]:
-            self._refuse(name, "which must equal rope.freq_base")
+        if self.architecture == "gemma2" and number("rope.freq_base_swa", theta, 2.0, HUGE) != theta:
+            self._refuse("rope.freq_base_swa", "which must equal rope.freq_base")
         return rope
 
     def _add_experts(self, values: dict[str, Any]) -> None:
@@ -289,6 +259,8 @@ class ModelFields:
             if kind == "exps" or self.architecture == "qwen2moe":
                 values[theirs] = self.number(ours, None if shape is None else shape[-1])
         values["intermediate_size"] = values["moe_intermediate_size"]
+        if self.architecture == "qwen3moe":
+            values["norm_topk_prob"] = self.get("norm_top_k_prob", True)  # Ollama's
         if self.architecture == "minimax-m2" and self.get("expert_gating_func", SIGMOID) != SIGMOID:
             self._refuse("expert_gating_func", f"only {SIGMOID} (sigmoid) is supported")
 

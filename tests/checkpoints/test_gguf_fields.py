@@ -134,6 +134,8 @@ CASES = [
         TYPED | {"rope.scaling.factor": 8.0, PATTERN: 2},
     ),
     ("gemma3", bases({}, {"rope_theta": 500.0}), {"rope.freq_base_swa": 500.0}),
+    ("gemma3", bases({}, {"rope_theta": 500.0}), {"rope.local.freq_base": 500.0}),
+    ("qwen3moe", {"norm_topk_prob": False}, {"norm_top_k_prob": False}),
     ("gemma3", {"final_logit_softcapping": 3.0}, {"final_logit_softcapping": 3.0}),
     ("gemma3", {"layer_types": [FULL] * 2}, {"attention.sliding_window": 0}),
     ("gemma3", layers(*[SLIDING] * 5, FULL, SLIDING), {"block_count": 7}),
@@ -179,8 +181,8 @@ def tensors_of(model, family, names):
             weight = (
                 weight.view(heads["q_proj"], 3, -1, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
             )
-        elif part in ("shared_expert_gate", "conv") and weight.dim() > 1:
-            weight = weight.squeeze(0 if part == "shared_expert_gate" else 1)
+        elif part == "conv" and weight.dim() > 1:
+            weight = weight.squeeze(1)
         elif family == "llama":
             weight = in_pairs(weight, heads.get(part))
         if end in ("weight", "bias"):
@@ -274,7 +276,8 @@ def test_a_file_computes_what_the_model_made_by_hand_does(case, tmp_path):
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 # llama.cpp does not compute these windows, ignores these fields, or reads no such file with these tokens.
 NOT_THERE = {("starcoder2", "attention.sliding_window"), ("qwen3", "rope.scaling.yarn_attn_factor")}
-NOT_THERE |= {("llama", "rope.scaling.yarn_beta_fast")}
+NOT_THERE |= {("llama", "rope.scaling.yarn_beta_fast"), ("gemma3", "rope.local.freq_base")}
+NOT_THERE |= {("qwen3moe", "norm_top_k_prob")}
 
 
 @pytest.mark.slow
@@ -335,6 +338,7 @@ IGNORED = {
 }
 IGNORED |= {"attention.causal": True, "tensor_data_layout": "Meta AI original pth", "pooling_type": 3}
 IGNORED |= {"rope.scaling.original_context_length": 64, "nextn_predict_layers": 0, "logit_scale": 3.0}
+IGNORED |= {"attention.head_dim": 16, "mm.tokens_per_image": 256, "expert_group_used_count": 3}
 
 
 @pytest.mark.parametrize("family", MODELS)
