@@ -295,6 +295,17 @@ def test_quantized_checkpoint_computes_with_its_dequantized_weights(name, settin
     assert (f"weights in {in_words} bits on cpu" if bits else "dequantized, on cpu") in caplog.text
 
 
+def test_modelopt_may_state_fp8_in_a_file_of_its_own(tmp_path):
+    model = write(tmp_path, None, float_quantized)
+    stated = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+    scales = {
+        f"model.layers.0.self_attn.{name}": torch.ones(()) for name in ("k_scale", "q_proj.input_scale")
+    }
+    change_tensors(tmp_path, lambda tensors: tensors.update(scales))
+    check_equal(model, tmp_path)
+
+
 def as_part(path, stated):
     """Turn a checkpoint into a multimodal one, whose language model's config alone says the format."""
     fields = json.loads((path / "config.json").read_text()) | {"quantization_config": stated}
