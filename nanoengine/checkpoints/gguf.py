@@ -345,7 +345,9 @@ class GGUFFile:
         """Set a rope whose frequencies are divided by a tensor, as llama.cpp stores Llama 3's."""
         if not self.is_known:
             if any(name.startswith(("rope_freqs", "rope_factors")) for name in self._tensors):
-                raise UnsupportedModelError("its rope is scaled by tensors, which transformers does not read")
+                raise UnsupportedModelError(
+                    "its rope is scaled by tensors; use the model's safetensors files"
+                )
         elif DIVISORS in self._tensors:
             rope, divisors = config.rope_parameters, self._read(DIVISORS)
             if rope["rope_type"] == "yarn":

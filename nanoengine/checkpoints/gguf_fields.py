@@ -146,7 +146,8 @@ class ModelFields:
         architecture, family = self.architecture, FAMILIES.get(self.architecture)
         if family is None:
             raise UnsupportedModelError(
-                f"its architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
+                f"its architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}; "
+                "use the model's safetensors files for others"
             )
         if "token_embd.weight" not in self._shapes:
             raise ValueError("it lacks tensor 'token_embd.weight'")
