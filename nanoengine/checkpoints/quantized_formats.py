@@ -1,4 +1,4 @@
-"""Reads quantized checkpoints without their packages: GPTQ, AWQ, compressed-tensors, bitsandbytes and fp8.
+"""Reads quantized checkpoints without their packages: GPTQ, AWQ, compressed-tensors, bitsandbytes and FP8.
 
 Each format stores a linear layer's weight as several tensors. If they are integers in groups of inputs, they
 are read as a `Quantized`, which a device may compute with directly. All others are dequantized to floats.
@@ -392,14 +392,14 @@ def _spread(scales: Tensor, block: Any, count: int) -> Tensor:
 
 FORMATS = {
     "gptq": _gptq,
-    "gptq_marlin": _gptq,
-    "auto-round": _auto_round,
-    "intel/auto-round": _auto_round,
     "awq": _awq,
     "compressed-tensors": _compressed,
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
     "modelopt": _modelopt,
+    "gptq_marlin": _gptq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
 }
 DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantizes while loading
 

@@ -11,6 +11,7 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.checkpoints.gguf import GGUFFile
 from nanoengine.checkpoints.gguf_fields import OWN
 from tests.checkpoints.test_quantized_formats import close, in_pairs
@@ -371,3 +372,11 @@ def test_a_value_of_another_type_is_refused_by_its_name(name, tmp_path):
         ValueError, match=rf"model.gguf cannot be loaded: its {re.escape(name)} must be {words}, got"
     ):
         GGUFFile(path)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_a_window_of_llama_is_that_of_mistral(window, tmp_path):
+    path, _ = make(tmp_path / "model.gguf", "llama", None, {"attention.sliding_window": window})
+    config = GGUFFile(path).read_config()
+    assert DecoderConfig.from_hf(config).windows == (window or None,) * 2
+    assert config.model_type == ("mistral" if window else "llama")
