@@ -52,10 +52,7 @@ ENGINE_IGNORES = (
 )
 SAMPLING_IGNORES = ("spaces_between_special_tokens",)
 SERVER_IGNORES = ("enable_prompt_tokens_details",)
-REQUEST_IGNORES = (
-    *("cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "prompt_cache_key"),
-    *("safety_identifier", "service_tier", "speed", "user", "user_profile_id"),
-)
+REQUEST_IGNORES = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 
 
 def is_noop_value(value: Any) -> bool:

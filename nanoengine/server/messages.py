@@ -24,6 +24,8 @@ from nanoengine.server.responses import events, named_event, of_type, only_choic
 from nanoengine.server.service import EventStream
 
 SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs", "stop"}
+# Steer Anthropic's own servers, and have no effect here
+IGNORED = "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id"
 STRICT = ConfigDict(extra="forbid", strict=True)
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 EMPTY: dict[str, Any] = {"text": "", "thinking": "", "signature": "", "input": {}}  # as a block begins
@@ -93,7 +95,7 @@ class CountRequest(BaseModel):
         form = config.format and {"type": "json_schema", "json_schema": config.format}
         named = {"type": "function", "function": {"name": choice.name}}
         fields = {
-            **sampling_fields(self, SERVED),
+            **sampling_fields(self, SERVED, IGNORED),
             **self.model_dump(include={"model", "stream", "max_tokens"}),
             **{"messages": messages, "tools": tools, "stop": self.stop_sequences},
             **{"response_format": form, "reasoning_effort": config.effort},
@@ -189,8 +191,7 @@ class MessageStream:
         self.ticket, self.shows_thoughts, self.has_begun = ticket, shows_thoughts, False
         self.message: dict[str, Any] = {"id": f"msg_{ticket.id}", "type": "message", "role": "assistant"}
         self.message |= {"model": model, "content": [], "stop_reason": None, "stop_sequence": None}
-        self.index, self.kind = -1, ""  # of the open block; "": none is open
-        self.hidden = ""  # its thought, if that is not shown
+        self.index, self.kind, self.hidden = -1, "", ""  # of the open block; no kind: none is open
 
     def whole(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Return a choice of the chat API as a message."""

@@ -106,14 +106,16 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
         raise APIError(400, str(error), param=first if known else param) from None
 
 
-def sampling_fields(body: BaseModel, sampled: Set[str] = frozenset()) -> dict[str, Any]:
-    """Return a request's fields that are in `sampled`. A null field counts as absent.
+def sampling_fields(
+    body: BaseModel, sampled: Set[str] = frozenset(), ignored: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return a request's fields that are in `sampled`. A null field counts as absent, as an ignored one does.
 
     Raises:
         APIError: another field is not supported, by the rule in unknown_arguments.py.
     """
     extra, found = body.model_extra or {}, dict[str, Any]()
-    served, ignored = sampled | type(body).model_fields.keys(), (*SAMPLING_IGNORES, *REQUEST_IGNORES)
+    served, ignored = sampled | type(body).model_fields.keys(), ignored + SAMPLING_IGNORES + REQUEST_IGNORES
     if len(extra) > MAX_UNSERVED:
         raise APIError(400, f"the request has more than {MAX_UNSERVED} fields")
     for name, value in extra.items():
