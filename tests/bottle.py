@@ -34,7 +34,7 @@ from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
-from nanoengine.extensions.structured.constraints import Grammars
+from nanoengine.extensions.structured.constraints import Grammars, mask_threads
 from nanoengine.sampling.sampler import CachedRows, sample_rows
 from tests.helpers import DEMO
 
@@ -245,10 +245,19 @@ def demo() -> Any:
     return open_checkpoint(EngineConfig(model=DEMO))
 
 
+class SharedGrammars(Grammars):
+    """Serves one engine after the other. Each ends the threads that it started."""
+
+    def close(self) -> None:
+        """See the base class."""
+        super().close()
+        self.threads, self.slow_threads = mask_threads(1, 0), mask_threads(1, 10)
+
+
 @cache
 def grammars() -> Grammars:
     """Return the compiler of grammars for all runs: compiling takes longer than a run."""
-    return Grammars(demo().tokenizer, demo().vocab_size)
+    return SharedGrammars(demo().tokenizer, demo().vocab_size)
 
 
 @cache
