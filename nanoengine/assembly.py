@@ -106,17 +106,17 @@ def start_runner(
         if draft_widths is not None:
             from nanoengine.extensions.draft_model import DraftRunner
 
-            runner: ModelRunner = DraftRunner(*draft_widths, *parts, rows=rows)
+            runner: ModelRunner = DraftRunner(*draft_widths, *parts, sampling_rows=rows)
         elif loaded.state_bytes:
             from nanoengine.extensions.recurrent_states import StatefulRunner
 
-            runner = StatefulRunner(num_groups, *parts, rows=rows, before_forward=before_forward)
+            runner = StatefulRunner(num_groups, *parts, sampling_rows=rows, before_forward=before_forward)
         elif num_groups > 1:
             from nanoengine.extensions.windows import WindowedRunner
 
-            runner = WindowedRunner(num_groups, *parts, rows=rows, before_forward=before_forward)
+            runner = WindowedRunner(num_groups, *parts, sampling_rows=rows, before_forward=before_forward)
         else:
-            runner = ModelRunner(*parts, rows=rows, before_forward=before_forward)
+            runner = ModelRunner(*parts, sampling_rows=rows, before_forward=before_forward)
         started = choose_sizes(opened, runner, loaded, beside_bytes, lambda: capture(runner, loaded))
     allocate(started, started.num_blocks)
     runner.stopwatch.clear()  # trial runs do not count as steps

@@ -25,16 +25,16 @@ Glossary:
     block_table     a sequence's blocks: the i-th holds its tokens [i * block_size, (i + 1) * block_size)
     slot            one token's place in the cache. With block_size 4 and block_table [7, 2], the token at
                     position 5 is at offset 1 of block_table[1], which is block 2: slot 2 * 4 + 1 = 9
-    computed        a token that is a hit, or that a scheduled step computes. It counts from the time of the
-                    scheduling, because its K and V will be in the cache before a later step reads them
+    computed        a token with K and V in the cache. It counts as computed as soon as a step is to compute
+                    it, because K and V will be in the cache before a later step reads them
     registered      a full block that the prefix cache can find
     hit             a registered block that a sequence reuses when it is admitted. It was computed for another
                     sequence, or for this one before a preemption. Its tokens are called hits too
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     in flight       a step that was launched and not yet collected
     pending         a token that a scheduled step samples: its position is known, its value is not yet
+    draft token     a guess for one of the next tokens, which the step itself verifies
     preempt         free a running sequence's blocks; the sequence keeps its tokens and is recomputed later
-    device          the CPU or GPU that runs the model: backends/device.py
 
 Shape letters: T tokens in a step, S sequences, R sampled tokens, P pending tokens, E hidden size.
 """
@@ -119,7 +119,7 @@ class Sequence:
     block_table: list[int] = field(init=False, default_factory=list)  # empty while waiting
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
-    num_hit_tokens: int = field(init=False, default=0)  # never write their K and V: hit blocks may be shared
+    num_hit_tokens: int = field(init=False, default=0)  # in hit blocks, whose K and V are not written again
     num_registered_blocks: int = field(init=False, default=0)  # counted from the start of block_table
     prefix: "Prefix | None" = field(init=False, default=None)  # of the last registered block; None: no block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # one per full block hashed so far
@@ -133,10 +133,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens. Once a step computes the last known one, the next is pending, and counts.
-
-        A preemption resets num_computed_tokens, and then only known tokens count.
-        """
+        """The number of known tokens, or one more if all known ones are computed: that one is pending."""
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
         return num_known if num_known > num_computed else num_computed + 1
 
@@ -218,7 +215,7 @@ class BlockManager:
     recently used first. The queue is an ordered dict, from whose middle a hit removes its block in O(1).
 
     A lookup goes from block to block. `prefixes` finds the next prefix in O(1), by the chained hash, and also
-    compares the tokens and the parent, so a collision of hashes cannot cause a wrong hit. Once a block and
+    compares the tokens, and the parent by identity, so a collision cannot cause a wrong hit. Once a block and
     its twins are evicted, their prefix is deleted, and no lookup gets to the blocks after it.
     This class combines vLLM's BlockPool and KVCacheManager. Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
@@ -361,7 +358,8 @@ class BlockManager:
     def _add_block(self, block_id: int, key: BlockKey, parent: Prefix | None) -> Prefix:
         """Register a block for the prefix with this key and parent. Returns the prefix."""
         block, prefix = self.blocks[block_id], self.prefixes.setdefault((key, parent), Prefix(key, parent))
-        block.prefix, prefix.blocks[block_id] = prefix, block
+        block.prefix = prefix
+        prefix.blocks[block_id] = block
         return prefix
 
     def _hash_full_blocks(self, seq: Sequence) -> None:
@@ -416,8 +414,8 @@ class Chunk(NamedTuple):
     start: int
     end: int
     samples: bool  # whether a token is sampled after the last one; False: known tokens are left to compute
-    # Holds the tokens [start, end), except a pending one. This is the sequence's own list, to which `update`
-    # appends, or a copy of it with draft tokens at its end (extensions/speculate.py).
+    # Its [start:end] are the chunk's tokens, without a pending one. It is `seq.token_ids` itself, or with
+    # draft tokens a longer copy (extensions/speculate.py).
     token_ids: list[int]
 
 
@@ -464,7 +462,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # these sequences hold no blocks
         self.running: list[Sequence] = []  # these hold at least one block each
         self.num_preemptions = 0
-        self.admitting: Sequence | None = None  # the last one, while `schedule` admits: see `recover`
+        self.admitting: Sequence | None = None  # the one that `schedule` is admitting: see `recover`
         self.is_ready: Callable[[Sequence], bool] | None = None  # None: all sequences are
         self.observe(tell_nobody)
 
@@ -473,7 +471,7 @@ class Scheduler:
         self.tell = self.block_manager.tell = tell
 
     def skip_unless(self, is_ready: Callable[[Sequence], bool]) -> None:
-        """From now on, leave a sequence out of each step while it is not ready: its mask may be late."""
+        """From now on, leave a sequence out of each step while its grammar's mask, say, is not ready."""
         self.is_ready = is_ready
 
     def add(self, seq: Sequence) -> None:
@@ -489,7 +487,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the chunks of the next step, and count their tokens as computed.
 
-        If all sequences are ready, the batch is empty only when they are finished or a step is in flight.
+        If all sequences are ready, an empty batch means that none is left, or that a step is in flight.
         """
         num_preemptions, budget = self.num_preemptions, self.max_num_batched_tokens
         chunks: list[Chunk] = []
@@ -499,15 +497,15 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            # Nothing to compute if the final token is pending.
+            # At the limit, the last token is pending, and nothing is left to compute.
             if num_tokens < seq.max_num_tokens and (self.is_ready is None or self.is_ready(seq)):
                 if num_tokens > seq.capacity and not self._make_room(i):
                     continue  # the next sequence is at this index now
                 budget -= self._schedule_chunk(seq, num_tokens, budget, chunks)
             i += 1
 
-        # Admit nothing after a preemption: blocks are scarce, and a preempted sequence may have a pending
-        # token, appended by `update` before the next call. If admitted now, it would sample that token again.
+        # Admit nothing after a preemption: blocks are scarce, and the preempted sequence's token may be in
+        # flight. Admitted now, it would sample that token again. Before the next call, `update` appends it.
         may_admit = num_preemptions == self.num_preemptions
         waiting = self.waiting if self.is_ready is None else [*filter(self.is_ready, self.waiting)]
         while may_admit and waiting and budget > 0 and len(self.running) < self.max_num_seqs:
@@ -593,10 +591,10 @@ class Scheduler:
             self.finish(seq, "error", why_undrawn(seq.processors))
             return
         seq.token_ids.append(token_id)
-        is_stop_id = token_id in seq.stop_ids
-        try:  # a stop token has no text
+        is_stop_id = token_id in seq.stop_ids  # then the token has no text
+        try:
             stop_string = seq.detokenizer.append(token_id, is_stop_id) if seq.detokenizer else None
-        except BaseException:  # even a panic. Only this sequence fails: the others still get their tokens
+        except BaseException:  # a panic in Rust, too. Only this sequence fails: the others get their tokens
             logging.getLogger(__name__).exception("the tokenizer failed on a sampled token")
             self.finish(seq, "error", "the tokenizer failed on a sampled token")
             return
@@ -617,11 +615,11 @@ class Scheduler:
     def recover(self) -> None:
         """After a failed step, clear the cache and put every running sequence back into the waiting queue.
 
-        The step failed for the sequence being admitted, or else for all running ones. If it fails twice for a
-        sequence that gets no token in between, the sequence finishes with "error".
+        The failure counts for the sequence being admitted, or else for all running ones, or if none runs, for
+        all waiting ones. A sequence for which two count, with no token in between, finishes with "error".
         """
         self.tell("failed")
-        failed = [self.admitting] if self.admitting else self.running or [*self.waiting]
+        failed = [self.admitting] if self.admitting else self.running or self.waiting
         self.running, self.waiting = [], sorted(self.running + self.waiting, key=BY_ORDER)
         self.admitting = None
         self.block_manager.clear()
@@ -682,8 +680,7 @@ def build_inputs(
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
 
     sample_rows = (cu_seqlens_q[1:] - 1)[np.fromiter(samples, bool)]
-    # Rows whose final hidden state is used: those to sample, and those of prompts with log-probabilities. For
-    # all others, the last layer may stop after writing K and V.
+    # Rows whose final hidden state is used. For all others, the last layer may stop after writing K and V.
     is_needed = np.fromiter([seq.prompt_logprobs is not None for seq in seqs], bool)[seq_of_row]
     is_needed[sample_rows] = True
     sample_index_of = dict(zip(before.sampled_seqs, itertools.count())) if before and pending_seqs else {}
@@ -699,7 +696,9 @@ def build_inputs(
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             has_cached_tokens=bool(first_positions.any()),
-            num_leading_decodes=int(np.append(query_lens > 1, True).argmax()),  # before the first True
+            num_leading_decodes=int(
+                np.append(query_lens > 1, True).argmax()
+            ),  # before the first longer chunk
             has_decodes=bool((query_lens == 1).any()),
             needed_rows=is_needed.nonzero()[0],
         ),
@@ -731,7 +730,7 @@ class Sampled(NamedTuple):
 class ModelRunner:
     """Owns the model, the KV cache and the device, and turns a batch into sampled tokens.
 
-    What these calls do depends on the device. Its `capture` makes `forward` at startup:
+    What these calls do depends on the device. At startup it makes `forward`, which holds any CUDA graphs:
 
         device.running()          a `with` block around all computation: it may pin threads to cores
         device.send(arrays)       returns a step's arrays as device tensors, without waiting for the copy
@@ -745,7 +744,7 @@ class ModelRunner:
             compute_logits turns hidden states into logits. See models/decoder.py and models/hf.py.
         attention: builds a step's attention from its metadata. See backends/paged_attention.py.
         sample: samples one token from each row of logits, as sampler.py's `sample_rows` does.
-        rows: caches the sampling settings of consecutive steps.
+        sampling_rows: the settings for each sampled token, cached for consecutive steps.
         before_forward: called just before each forward pass.
     """
 
@@ -757,17 +756,17 @@ class ModelRunner:
         sample: Sample,
         block_size: int,
         *,
-        rows: CachedRows | None = None,
+        sampling_rows: CachedRows | None = None,
         before_forward: Callable[[], object] = lambda: None,
     ) -> None:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
-        self.rows, self.before_forward = rows or CachedRows(), before_forward
+        self.sampling_rows, self.before_forward = sampling_rows or CachedRows(), before_forward
         self.stopwatch = Stopwatch()
         self.set_caches([])
 
     def set_caches(self, caches: list[KVCache], capture: Callable[[], Forward] = Forward) -> None:
-        """Compute with these caches, one per layer, and with what `capture` makes for them."""
+        """Compute with these caches, one per layer, and with the `forward` that `capture` makes for them."""
         self.caches = caches
         self.forward = capture()
 
@@ -792,15 +791,17 @@ class ModelRunner:
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
                 return Launch(batch, None, None, Reports([], prompt_reports))
-            results = []  # of at most MAX_ROWS rows at a time: logits (MAX_ROWS, vocabulary) are large
+            # At most MAX_ROWS rows at a time: a row of logits is as wide as the vocabulary.
+            drawn, reports = [], Reports([], prompt_reports)
             parts = torch.split(hidden[inputs.sample_rows], MAX_ROWS)
-            for part, (rows, settings) in zip(parts, self.rows.parts(batch, inputs), strict=True):
+            for part, (rows, settings) in zip(parts, self.sampling_rows.parts(batch, inputs), strict=True):
                 logits = compute_logits(part)
                 self.stopwatch.lap("forward")
-                results.append(self.sample(logits, rows, settings, download))
+                tokens, logprob_tables = self.sample(logits, rows, settings, download)
+                drawn.append(tokens)
+                reports.of_samples.extend(logprob_tables)
                 self.stopwatch.lap("sample")
-            tokens = torch.cat([tokens for tokens, _ in results])
-            reports = Reports([table for _, tables in results for table in tables], prompt_reports)
+            tokens = torch.cat(drawn)
             return Launch(batch, tokens, download(tokens), reports)
 
     @torch.inference_mode()
@@ -820,14 +821,14 @@ class ModelRunner:
         return build_inputs(batch, self.block_size, before)
 
     def compute(self, inputs: ModelInputs[Tensor], model: Any = None) -> Tensor:
-        """Return hidden states, (T, E), of `model` or its own. Rows not in needed_rows may be zeros."""
+        """Return hidden states, (T, E), by default of its model. Rows not in needed_rows may be zeros."""
         attention = self.attention.build(inputs.metadata, self.block_size)
         hidden: Tensor = (model or self.model)(inputs.input_ids, inputs.positions, self.caches, attention)
         return hidden
 
     def close(self) -> None:
         """Release the model, the cache and the graphs."""
-        self.model, self.rows = None, CachedRows()
+        self.model, self.sampling_rows = None, CachedRows()
         self.set_caches([])
         self.device.release()
 
@@ -857,8 +858,8 @@ class EngineCore:
     def step(self) -> Collected | None:
         """Launch a step, and collect the oldest one if more than `max_in_flight` are in flight then.
 
-        If the launch needs the tokens in flight, this call only collects them, and the next call launches. So
-        a launch that raises loses no collected token. After an exception, call `recover`.
+        If the host needs the tokens in flight before the launch, this call only collects them. If it launched
+        as well and the launch raised, what it collected would be lost. After an exception, call `recover`.
         """
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here
         # Bad words and processors need all earlier tokens on the host.

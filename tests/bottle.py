@@ -350,7 +350,7 @@ def start_chain(opened: Opened, loop: Any, before_forward: Any) -> Started:
     device = FlakyDevice(torch.device("cpu"), config)
     rows = CachedRows(config.max_num_seqs, config.max_model_len)
     runner = ModelRunner(
-        model, device, attention, sample_rows, size, rows=rows, before_forward=before_forward
+        model, device, attention, sample_rows, size, sampling_rows=rows, before_forward=before_forward
     )
     loaded = Loaded(
         *(torch.float32, b"", specs, group_layers(specs, 1 << 20), 0, size, opened.max_model_len, 1, budget),

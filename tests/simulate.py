@@ -570,7 +570,7 @@ class World:
         is_left = self.engine.is_running and (self.engine._waiting or self.engine._commands)
         self.law(not is_left, "a command is left")
         self.law(service.num_samples == 0, f"{service.num_samples} places are left")
-        known = set(llm.runner.rows._seqs)  # a cache of the last step's
+        known = set(llm.runner.sampling_rows._seqs)  # a cache of the last step's
         # A step that was in flight when the last request finished stays there until the next one.
         known |= {chunk.seq for launch in llm.core.in_flight for chunk in launch.batch.chunks}
         if set(self.seqs) - known:

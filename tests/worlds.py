@@ -110,7 +110,7 @@ class World:
             make_scheduler, settings["propose"] = DraftingScheduler, self.propose
         self.blocks = self.make_blocks(make_blocks, size.num_blocks, size.block_size, **groups)
         # Weak references and a lambda: neither can be copied.
-        del self.runner.rows, self.runner.before_forward
+        del self.runner.sampling_rows, self.runner.before_forward
         self.windows = getattr(self.blocks, "windows", (None,))
         make_scheduler = self.schedulers.get(make_scheduler, make_scheduler)
         self.scheduler = make_scheduler(self.blocks, max_num_batched_tokens=size.budget, **settings)

@@ -134,7 +134,7 @@ class DraftModel:
                 self.computed_blocks[block_id] = self.blocks[block_id].prefix
             shadow.num_computed, shadow.num_known, shadow.drafts = end, num_known, []
             shadow.view.token_ids = list(seq.token_ids)
-            self.runner.rows.counts.forget(shadow.view)  # the last drafts may be wrong
+            self.runner.sampling_rows.counts.forget(shadow.view)  # the last drafts may be wrong
             budget -= end - start
             if end - start == 2:  # as two decodes: kernels are faster for decodes
                 chunks.append(Chunk(shadow.view, start, start + 1, False, shadow.view.token_ids))
