@@ -696,9 +696,8 @@ def build_inputs(
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             has_cached_tokens=bool(first_positions.any()),
-            num_leading_decodes=int(
-                np.append(query_lens > 1, True).argmax()
-            ),  # before the first longer chunk
+            # The index of the first chunk of several tokens; the appended True is for a batch without one.
+            num_leading_decodes=int(np.append(query_lens > 1, True).argmax()),
             has_decodes=bool((query_lens == 1).any()),
             needed_rows=is_needed.nonzero()[0],
         ),
