@@ -3,6 +3,7 @@
     python -m nanoengine.nano "What is 27 + 58?" "Who are you?"        # the bundled model answers a batch
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B "Who are you?"   # any Qwen3, Qwen2 or Llama checkpoint
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B --bench          # nano-vllm's benchmark
+    python -m benchmarks --engine nano.py,transformers --workload decode   # beside `generate`, in a clone
 
 Each step of the engine does the following:
 
@@ -139,7 +140,7 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 # ---- Attention over the paged KV cache (lessons 2, 3 and 9) --------------------------------------
 class ModelInputs(NamedTuple):
-    """Describes a step. `build_inputs` makes int32 arrays of it, and `send` turns them into tensors."""
+    """Describes a step. The first 7 fields are int32 arrays, which `send` turns into tensors."""
 
     input_ids: Any  # (T,)
     positions: Any  # (T,)
@@ -183,7 +184,7 @@ def gathered_attention(q: Tensor, cache: Cache, inputs: ModelInputs) -> Tensor:
         k, v = (x[:, :key_len].transpose(1, 2) for x in gathered)  # (sequences, K, L, D)
         rows = inputs.cu_seqlens_q[seqs].unsqueeze(1) + torch.arange(length, device=q.device)
         last_seen = inputs.positions[rows].view(len(seqs), 1, -1, 1)  # a token sees the keys up to its own
-        is_seen = torch.arange(key_len, device=q.device) <= last_seen  # (sequences, 1, rows, L)
+        is_seen = torch.arange(key_len, device=q.device) <= last_seen
         attended = F.scaled_dot_product_attention(q[rows].transpose(1, 2), k, v, is_seen, enable_gqa=True)
         out[rows] = attended.transpose(1, 2)
     return out
@@ -204,8 +205,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         in_range = self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.max_tokens >= 1
         if not in_range or any(number % 1 for number in (self.top_k, self.max_tokens, self.seed or 0)):
-            needs = "temperature >= 0, 0 < top_p <= 1, integers top_k >= 0, max_tokens >= 1 and seed"
-            raise ValueError(f"an answer needs {needs}, not {self}")
+            raise ValueError(f"needs temperature, integer top_k >= 0, max_tokens > 0, 0 < top_p <= 1: {self}")
 
 
 @dataclass(slots=True, eq=False)
@@ -329,7 +329,7 @@ class BlockManager:
         num_full_blocks = seq.num_computed_tokens // self.block_size if self.enable_prefix_caching else 0
         for i in range(seq.num_registered_blocks, num_full_blocks):
             key, block = self.hash_full_blocks(seq)[i], self.blocks[seq.block_table[i]]
-            if (twin := self._find(key, seq.prefix_id)) is None:
+            if (twin := self._find(key, seq.prefix_id)) is None:  # no equal block is registered
                 block.parent_id, block.prefix_id = seq.prefix_id, next(self.prefix_ids)
                 if key[0] not in self.registered_blocks:  # else another block has this hash: keep that one
                     block.key, self.registered_blocks[key[0]] = key, block
@@ -502,11 +502,11 @@ def send(inputs: ModelInputs, device: torch.device) -> ModelInputs:
 # ---- Sampling (lesson 11) ------------------------------------------------------------------------
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) that depends on a seed and a position, and not on the rest of the batch."""
-    return (xxh3_64_intdigest(position.to_bytes(8, "little"), seed) >> 11) / 2**53
+    return (xxh3_64_intdigest(position.to_bytes(8, "little"), seed) >> 11) / 2**53  # 53 random bits
 
 
 def keep_probable(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the top_k most probable tokens (0: all), then those that reach the sum top_p. Others become 0."""
+    """Keep the top_k most probable tokens (0: all), then the fewest of them whose sum is at least top_p."""
     shares, order = probabilities.sort(dim=-1, descending=True, stable=True)
     shares = shares * ((torch.arange(shares.shape[1], device=shares.device) < top_k) | (top_k == 0))
     shares = shares / shares.sum(-1, keepdim=True)
@@ -515,7 +515,7 @@ def keep_probable(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
 
 
 def sample(logits: Tensor, temperature: Array, top_k: Array, top_p: Array, u: Array) -> Tensor:
-    """Return a token for each row of logits (R, V): the best one at temperature 0, or else by a number u.
+    """Return a token for each row of logits (R, V): the most probable at temperature 0, else a random one.
 
     The probabilities are laid end to end from 0 to 1, and the token whose interval contains u is taken.
     """
@@ -528,7 +528,7 @@ def sample(logits: Tensor, temperature: Array, top_k: Array, top_p: Array, u: Ar
     if top_k.any() or (top_p < 1).any():
         probabilities = keep_probable(probabilities, k, p)
     ends = probabilities.double().cumsum_(-1)  # of the intervals
-    total = ends[:, -1:]  # u * total may be rounded up to it, where no interval is left
+    total = ends[:, -1:]  # u * total may be rounded up to total, where no interval is left
     numbers = torch.minimum(numbers * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(ends, numbers, right=True)
     if temperature.min() <= 1e-5:
@@ -538,7 +538,7 @@ def sample(logits: Tensor, temperature: Array, top_k: Array, top_p: Array, u: Ar
 
 # ---- ModelRunner: from chunks to sampled tokens (lesson 10) --------------------------------------
 def capture(compute: Callable[[], Tensor], pool: Any) -> tuple[Tensor, Callable[[], None]]:
-    """Record a function's kernels as a CUDA graph. Return its result, and how to replay them all at once."""
+    """Record a function's kernels as a CUDA graph. Return its result, and a function that replays them."""
     compute()  # kernels allocate and tune what they need when they run for the first time
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool):
@@ -553,8 +553,8 @@ class ModelRunner:
         self.model, self.block_size, self.device = model, block_size, model.device
         # By batch size: padding, the tensors that the graph reads, its hidden states, and how to replay it.
         self.graphs: dict[int, tuple[ModelInputs, ModelInputs, Tensor, Callable[[], None]]] = {}
-        self.allocate_kv_cache(0)
-        self.warm_up(1, 1)
+        self.allocate_kv_cache(0)  # only the null block, whose size `count_blocks` reads
+        self.warm_up(1, 1)  # finds out whether a tensor is missing
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make a cache with num_blocks blocks and the null block for each layer."""
@@ -571,7 +571,7 @@ class ModelRunner:
         self.run([Chunk(seq, 0, num_tokens, samples=True)] * num_seqs)
 
     def count_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Return how many blocks fit in 1 GiB, or in that share of a GPU beside the weights and a step."""
+        """Return how many blocks fit in 1 GiB, or in what weights and a step leave of that share of a GPU."""
         usable_bytes, block_bytes = 1 << 30, sum(x[0].nbytes for cache in self.caches for x in cache)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -584,7 +584,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Capture decodes of a ladder of batch sizes, the largest first: the others fit in its memory."""
+        """Capture decodes of a ladder of batch sizes, the largest first: the others reuse its memory."""
         pool, table_width = torch.cuda.graph_pool_handle(), num_blocks_for(max_model_len, self.block_size)
         decode = Chunk(Sequence([0], SamplingParams(), 1, block_table=[0] * table_width), 0, 1, samples=True)
         for size in reversed([1, 2, 4, 8, *range(16, min(max_num_seqs, 512) + 1, 16)]):
@@ -632,7 +632,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,  # the share of a GPU's memory to use
         max_num_seqs: int = 256,  # limit on the sequences that run at a time
         max_num_batched_tokens: int = 8192,  # limit on the tokens of a step
-        max_model_len: int | None = None,  # limit on prompt plus answer; None: the model's, its upper limit
+        max_model_len: int | None = None,  # limit on prompt plus answer; at most the model's limit
         tensor_parallel_size: int = 1,  # nano-vllm's scripts pass it
         enforce_eager: bool = False,  # do not capture CUDA graphs
         enable_prefix_caching: bool = True,
@@ -697,7 +697,7 @@ class LLM:
                 chunks = self.scheduler.schedule()
                 token_ids = self.model_runner.run(chunks)
                 bar.update(len(self.scheduler.update(chunks, token_ids)))
-        except BaseException:  # Ctrl-C, for instance: the last step's K and V may not have been written
+        except BaseException:  # Ctrl-C, for instance: K and V of registered blocks may be missing
             self.scheduler = self.make_scheduler()
             raise
         bar.close()

@@ -192,7 +192,7 @@ def test_prompts_are_texts_lists_and_arrays_and_a_bare_text_is_one_prompt():
 )
 def test_parameters_out_of_range_are_refused(name, values):
     for value in values:
-        with pytest.raises(ValueError, match=f"an answer needs .*{name}={value}"):
+        with pytest.raises(ValueError, match=f"needs temperature,.*{name}={value}"):
             nano.SamplingParams(**{name: value})
 
 
