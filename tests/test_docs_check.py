@@ -43,6 +43,10 @@ def test_the_stub_passes_no_check_and_says_so(lesson):
     assert all("is not written yet" in failure for failure in found)
 
 
+def test_a_file_filled_up_to_the_last_lesson_is_the_whole_engine_with_its_command():
+    assert {sheet: stub(sheet, 99) for sheet in SOLUTIONS} == {s: p.read_text() for s, p in SOLUTIONS.items()}
+
+
 SOME = [pytest.param(x, marks=() if x in ("2", "6", "20") else pytest.mark.slow) for x in BY_LETTERS]
 
 
