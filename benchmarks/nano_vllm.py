@@ -48,17 +48,11 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
 def load(settings: dict[str, Any]) -> Run:
     """Load the engine with the settings from `prepare`. nano-vllm silently ignores unknown settings."""
     module = importlib.import_module("nanoengine.nano" if settings["engine"] == "nano.py" else "nanovllm")
-    llm = module.LLM(
-        settings["model"],
-        max_model_len=settings["max_model_len"],
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-    )
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
+    llm = module.LLM(settings["model"], max_model_len=settings["max_model_len"], **limits)
 
     def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
-        params = [
-            module.SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True) for n in output_lens
-        ]
+        params = [module.SamplingParams(TEMPERATURE, max_tokens=n, ignore_eos=True) for n in output_lens]
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
