@@ -26,7 +26,7 @@ from nanoengine.models.load import load_model
 from nanoengine.sampling.sampler import CachedRows, draw_chunks, draw_rows, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
-from nanoengine.timing import phase
+from nanoengine.timing import Stopwatch, phase
 
 if TYPE_CHECKING:  # at run time each is imported only for an engine that needs it
     from nanoengine.extensions.draft_model import DraftModel
@@ -119,7 +119,7 @@ def start_runner(
             runner = ModelRunner(*parts, sampling_rows=rows, before_forward=before_forward)
         started = choose_sizes(opened, runner, loaded, beside_bytes, lambda: capture(runner, loaded))
     allocate(started, started.num_blocks)
-    runner.stopwatch.clear()  # trial runs do not count as steps
+    runner.stopwatch = Stopwatch()  # trial runs do not count as steps
     return started
 
 

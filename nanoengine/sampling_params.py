@@ -55,7 +55,8 @@ def check_strings(name: str, value: Any) -> list[str]:
 
 def check_token_ids(name: str, value: Any) -> list[int]:
     """Return the value as a list. Raises TypeError or ValueError unless it holds token ids."""
-    if not isinstance(value, list | tuple | set | frozenset):
+    is_set = isinstance(value, set | frozenset) and name != "forced_token_ids"  # the order of which matters
+    if not is_set and not isinstance(value, list | tuple):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
     return [check_integer(name, item, 0) for item in value]
 
@@ -178,6 +179,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens already seen
     logit_bias: dict[int, float] | None = None  # added to the logits of these token ids
     allowed_token_ids: list[int] | None = None  # no other token may be sampled
+    forced_token_ids: list[int] | None = None  # the output begins with these tokens, in place of samples
     # words that are banned as the tokenizer spells them: at the start of a text, and after white space or an
     # ASCII punctuation mark. Other tokens can still form the same text
     bad_words: list[str] | None = None
@@ -215,17 +217,15 @@ class SamplingParams:
             for name, limits in table.items():
                 if (value := getattr(self, name)) is not None or table is not OPTIONAL:
                     checked[name] = check(name, value, *limits)
-        for name in ("allowed_token_ids", "stop_token_ids"):
+        for name in ("allowed_token_ids", "forced_token_ids", "stop_token_ids"):
             if getattr(self, name) is not None:
                 checked[name] = check_token_ids(name, getattr(self, name))
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
-            )
+        if (limit := self.max_tokens) is not None and self.min_tokens > limit:
+            raise ValueError(f"min_tokens must be at most max_tokens={limit}, got {self.min_tokens}")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise TypeError(f"logit_bias must be a dict of token id to bias, got {self.logit_bias!r}")
@@ -239,16 +239,14 @@ class SamplingParams:
             checked["bad_words"] = check_strings("bad_words", self.bad_words)
             if any(not word.strip() for word in self.bad_words):
                 raise ValueError(f"bad_words must not hold a blank string, got {self.bad_words!r}")
-        if isinstance(self.structured_outputs, dict):
-            if unknown := self.structured_outputs.keys() - StructuredOutputsParams.__dataclass_fields__:
+        if isinstance(given := self.structured_outputs, dict):
+            if unknown := given.keys() - StructuredOutputsParams.__dataclass_fields__:
                 raise TypeError(f"structured_outputs has no field {sorted(unknown, key=repr)[0]!r}")
-            checked["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
-        elif self.structured_outputs is not None:
-            if not isinstance(given := self.structured_outputs, StructuredOutputsParams):
-                raise TypeError(
-                    f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}"
-                )
-            checked["structured_outputs"] = replace(self.structured_outputs)
+            checked["structured_outputs"] = StructuredOutputsParams(**given)
+        elif isinstance(given, StructuredOutputsParams):
+            checked["structured_outputs"] = replace(given)
+        elif given is not None:
+            raise TypeError(f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}")
         if self.logits_processors is not None:
             checked["logits_processors"] = check_processors(self.logits_processors)
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
@@ -277,7 +275,7 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a token id is not in the vocabulary."""
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "forced_token_ids", "stop_token_ids"):
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token_id}")

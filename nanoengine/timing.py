@@ -13,10 +13,6 @@ class Stopwatch:
     """Adds up the seconds that each phase of the steps takes."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all phases so far."""
         self.seconds = dict.fromkeys(("schedule", "inputs", "forward", "sample", "update"), 0.0)
         self.start()
 

@@ -231,6 +231,7 @@ BAD_FIELDS = [
         for v in ([1], {"a": 1.0}, {1: math.nan}, {1: math.inf}, {1: "x"}, {-1: 1.0}, {1: 1e39})
     ],
     *[("allowed_token_ids", v) for v in ([], "12", 5, [1.0], ["a"], [-1], (i for i in [1]))],
+    *[("forced_token_ids", v) for v in ({1}, "12", [1.0], [-1])],
     *[("max_tokens", v) for v in (0, -5, 2.0, "3", True)],
     *[("min_tokens", v) for v in (-1, 1.0, None, 17)],
     *[("ignore_eos", v) for v in (1, None, "yes")],

@@ -157,6 +157,7 @@ FIELDS = {
     "repetition_penalty": st.floats(1e-4, 1e4),
     "logit_bias": st.dictionaries(st.integers(0, 259), bias, max_size=3),
     "allowed_token_ids": token_ids,
+    "forced_token_ids": token_ids,
     "bad_words": st.lists(word, max_size=3),
     "min_tokens": st.integers(0, 16),
     "ignore_eos": st.booleans(),

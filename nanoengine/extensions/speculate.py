@@ -76,8 +76,8 @@ class DraftingScheduler(Scheduler):
         return drafts[: self.room_for(chunk, len(drafts))]
 
     def limit_of(self, chunk: Chunk, budget: int) -> int:
-        """Return how many drafts may follow a chunk. There are none unless it is a decode."""
-        if not chunk.samples or chunk.end - chunk.start > 1:
+        """Return how many drafts may follow a chunk. Only decodes that sample freely have drafts."""
+        if not chunk.samples or chunk.end - chunk.start > 1 or chunk.seq.params.forced_token_ids:
             return 0
         return min(budget, chunk.seq.max_num_tokens - 1 - chunk.end)  # a token is sampled after the last one
 

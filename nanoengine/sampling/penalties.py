@@ -1,4 +1,4 @@
-"""Edits logits before sampling: biases, penalties and banned tokens.
+"""Edits logits before sampling: biases, penalties and banned tokens. Also forces tokens.
 
 Shape letters: R rows, P rows with penalties, V vocabulary.
 """
@@ -33,9 +33,8 @@ class TokenCounts:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.shape = max_num_seqs, max_model_len
-        self.counts: Tensor | None = (
-            None  # (slots, V) int16: occurrences in the output, and the IN_PROMPT bit
-        )
+        # (slots, V) int16: occurrences in the output, and the IN_PROMPT bit
+        self.counts: Tensor | None = None
         self.token_ids: Tensor  # (slots, max_model_len) int32: prompt and output; later entries are unused
         self.num_counted = np.zeros(max_num_seqs, np.int64)  # tokens counted in each slot; 0: recount
         self.owners: list[Any] = [lambda: None] * max_num_seqs  # weak references to sequences
@@ -230,6 +229,22 @@ def edit_logits(logits: Tensor, rows: Sequence[Any], settings: Any) -> None:
     bans = _index([(i, ids) for i, one in edits.of_rows for ids in one.bans(rows[i])], logits.device)
     if bans is not None:
         logits[bans] = logits.new_full((), -math.inf)  # a Python number would be copied synchronously
+
+
+def force_tokens(
+    logits: Tensor, rows: Sequence[Any], forced: Sequence[int], tokens: Tensor, reported: list[Tensor]
+) -> None:
+    """Replace sampled tokens, (R,), by those of `forced_token_ids`, in place, and report their own logits.
+
+    Biases, bans and grammars do not apply to them. -1 marks a row of NaN or infinite logits: see draw_tokens.
+    """
+    places = [(i, rows[i].position - rows[i].num_prompt_tokens) for i in forced]
+    ids = {i: given[n] for i, n in places if n < len(given := rows[i].params.forced_token_ids)}
+    if ids:
+        at, token_ids = upload(np.array([*ids.items()]).T, logits.device)
+        tokens[at] = torch.where(logits[at].amax(-1).isfinite(), token_ids, -1)
+        if reported[0] is not logits:
+            reported[0][at] = logits[at].float()
 
 
 def _index(entries: Sequence[IdsOfRow], device: torch.device) -> tuple[Tensor, Tensor] | None:

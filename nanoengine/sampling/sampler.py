@@ -92,6 +92,7 @@ class RowSettings:
         self.min_p = np.array([p.min_p for p in params], dtype=np.float32)
         self.num_logprobs = [p.logprobs for p in params]
         self.edit_logits = any(p.edits_logits for p in params)
+        self.forced = [i for i, p in enumerate(params) if p.forced_token_ids]
         self.edited = [i for i, p in enumerate(params) if p.biases_or_bans]
         self.penalizes = any(p.penalizes for p in params)
         self.processors = {type(processor) for row in rows for processor in row.processors}
@@ -330,7 +331,7 @@ def sample_rows(
     """Sample tokens like `draw_tokens`, and queue the requested log-probabilities for the host.
 
     The log-probabilities come from the model's own logits or, if reports_processed, from the edited and
-    filtered logits.
+    filtered logits. Those of forced tokens always come from the model's own.
     """
     reported = [logits]
 
@@ -341,6 +342,10 @@ def sample_rows(
 
     reports_drawn = reports_processed and any(number is not None for number in settings.num_logprobs)
     tokens = draw_tokens(logits, rows, draw_and_report if reports_drawn else draw, settings)
+    if settings.forced:
+        from nanoengine.sampling.penalties import force_tokens
+
+        force_tokens(logits, rows, settings.forced, tokens, reported)
     return tokens, report_samples(reported[0], settings.num_logprobs, tokens, transfer, settings.first)
 
 

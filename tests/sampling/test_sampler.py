@@ -41,7 +41,10 @@ def test_an_error_about_a_bad_field_names_it_and_its_value(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("logit_bias", {100: 1.0}), ("allowed_token_ids", [5, 100]), ("stop_token_ids", [100])],
+    [
+        ("logit_bias", {100: 1.0}),
+        *[(f"{kind}_token_ids", [5, 100]) for kind in ("allowed", "forced", "stop")],
+    ],
 )
 def test_token_ids_outside_the_vocabulary_are_refused(name, value):
     with pytest.raises(ValueError, match=name):

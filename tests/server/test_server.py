@@ -236,6 +236,7 @@ def test_a_stream_is_the_same_over_each_version_of_http_and_under_another_server
         {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False, "max_tokens": 40},
         {"temperature": 0, "stop_token_ids": [3, 4, 5], "bad_words": ["the"], "logit_bias": {5: 50.0}},
         {"temperature": 0, "allowed_token_ids": [5, 6, 7]},
+        {"temperature": 0, "forced_token_ids": [72, 105, 33]},
     ],
 )
 def test_sampling_parameters_mean_the_same_as_offline(params, url, llm):
@@ -245,6 +246,13 @@ def test_sampling_parameters_mean_the_same_as_offline(params, url, llm):
     for choice, output in zip(choices, expected.outputs, strict=True):
         for name in ("token_ids", "text", "stop_reason"):
             assert choice[name] == getattr(output, name)
+
+
+def test_a_chat_takes_forced_tokens_and_reports_their_log_probabilities(url):
+    asked = {"messages": QUESTION, "forced_token_ids": [72, 105, 33], "logprobs": True, "max_tokens": 4}
+    choice = post(url, "chat/completions", **asked, return_tokens_as_token_ids=True)["choices"][0]
+    tokens = [one["token"] for one in choice["logprobs"]["content"]]
+    assert tokens[:3] == ["token_id:72", "token_id:105", "token_id:33"]
 
 
 def test_a_second_question_with_the_same_beginning_reports_cached_tokens(client):
