@@ -199,6 +199,7 @@ class SamplingParams:
     # functions called before each token, with (output token ids, logits) or (prompt token ids, output token
     # ids, logits), that return the logits to sample from: (V,) float32
     logits_processors: list[Callable[..., Any]] | None = None
+    extra_args: dict[str, Any] | None = None  # of your own, for a `scheduler_cls`
     # what each output of `LLM.step` holds: everything so far, only what is new, or the final result
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
@@ -255,6 +256,8 @@ class SamplingParams:
             checked["stop"] = list(stop)
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
+        if not (self.extra_args is None or isinstance(self.extra_args, dict)):
+            raise TypeError(f"extra_args must be a dict, got {self.extra_args!r}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty

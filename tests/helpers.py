@@ -242,6 +242,7 @@ BAD_FIELDS = [
     *[("prompt_logprobs", v) for v in (-2, 1.5)],
     *[("bad_words", v) for v in ("word", [""], [" "], [5])],
     *[("output_kind", v) for v in (1, "delta", None)],
+    *[("extra_args", v) for v in ("a", [1])],
     *[("detokenize", v) for v in (0, "no")],
     *[("skip_special_tokens", v) for v in (0, None)],
 ]

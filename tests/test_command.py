@@ -90,7 +90,7 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
         ("trace --ouput x.html", "did you mean 'output'?"),
         ("trace /no/such.jsonl -o x.html", "No such file or directory: '/no/such.jsonl'"),
         ("lab --rat 5 --num-requets 3", "did you mean 'num_requests'?"),
-        ("lab --rate -1", "--rate: must be above 0, got -1"),
+        ("lab --rate -1", "--rate: the value must be a number in (0, 1000000000000.0], got -1"),
         ("lab --fit /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
         ("lab --num-requests 5 --num-kv-blocks 1", "leave room for 33"),
         ("lab --plot /no/such.folder/x.png", "No such file or directory: '/no/such.folder/x.png'"),

@@ -13,6 +13,9 @@ from nanoengine.assembly import find_scheduler
 from nanoengine.cli import bench
 from nanoengine.engine import Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
+from nanoengine.lab import command as lab_command
+from nanoengine.lab.policies.names import POLICIES
+from nanoengine.lab.policies.priority import PreemptivePriority
 from tests.helpers import DEMO, finish
 from tests.model_table import small_config, small_model
 from tests.test_scheduling_machine import IN_SECONDS, ExtendedMachine
@@ -23,13 +26,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture
-def policy(tmp_path, monkeypatch):
-    """Return the name of the guide's policy, in a module that can be imported."""
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    (tmp_path / "guide_policy.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    return "guide_policy:ShortestFirst"
+POLICY = "nanoengine.lab.policies.shortest:ShortestFirst"
 
 
 def order_of_ends(llm, lengths):
@@ -42,12 +39,12 @@ def order_of_ends(llm, lengths):
     }
 
 
-def test_the_guide_s_policy_runs_the_shortest_job_first_and_changes_no_token(policy):
+def test_the_shortest_job_runs_first_and_no_token_changes():
     lengths, settings = [40, 30, 20, 10], {"num_kv_blocks": 40, "block_size": 8, "max_num_seqs": 1}
     with LLM(DEMO, **settings) as llm:
         in_order, expected = order_of_ends(llm, lengths)
     assert in_order == [0, 1, 2, 3]
-    with LLM(DEMO, **settings, scheduler_cls=policy) as llm:
+    with LLM(DEMO, **settings, scheduler_cls=POLICY) as llm:
         llm.scheduler.tokens_per_second = 0
         assert order_of_ends(llm, lengths) == ([3, 2, 1, 0], expected)
         llm.scheduler.tokens_per_second = 1e12
@@ -55,18 +52,42 @@ def test_the_guide_s_policy_runs_the_shortest_job_first_and_changes_no_token(pol
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_the_guide_s_policy_preempts_the_longest_job(policy, async_scheduling):
+def test_the_longest_job_is_preempted(async_scheduling):
     settings = {"num_kv_blocks": 7, "block_size": 8, "async_scheduling": async_scheduling}
     lengths = [20, 50, 20]  # each needs a third block in the same step, and one is free
     with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
         _, expected = order_of_ends(llm, lengths)
-    with LLM(DEMO, **settings, scheduler_cls=policy) as llm:
+    with LLM(DEMO, **settings, scheduler_cls=POLICY) as llm:
         llm.scheduler.tokens_per_second = 0
         preempted = []
         llm.scheduler.observe(lambda event, *about: preempted.append(about) if event == "freed" else None)
         assert order_of_ends(llm, lengths)[1] == expected
         victims = [seq.seq_id for seq, for_seq in preempted if for_seq is not None]
         assert victims == [1], "not the last one, as by default"
+
+
+def test_the_guide_s_policy_runs_in_the_lab_and_on_a_model(tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "my_policy.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "my_policy:SmallestFootprint"
+    flags = "--agent-sessions 9 --length-factor 0.1 --num-kv-blocks 60 --max-num-seqs 4 --cost 0.1,0.001,0"
+    lab_command.main([*flags.split(), "--scheduler-cls", f"fcfs,{name}"])
+    fcfs, mine = [line.split("|")[2:] for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert fcfs != mine
+    with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
+        _, expected = order_of_ends(llm, [20, 50, 20])
+    with LLM(DEMO, num_kv_blocks=7, block_size=8, scheduler_cls=name) as llm:
+        assert order_of_ends(llm, [20, 50, 20])[1] == expected
+        assert llm.metrics()["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_of_the_lab_changes_a_token(name):
+    with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
+        _, expected = order_of_ends(llm, [20, 50, 20])
+    with LLM(DEMO, num_kv_blocks=7, block_size=8, scheduler_cls=POLICIES[name]) as llm:
+        assert order_of_ends(llm, [20, 50, 20])[1] == expected
 
 
 class AnyChoice(Scheduler):
@@ -97,9 +118,18 @@ class AnyExtended(ExtendedMachine):
     make_world = AnyWorld
 
 
+class PriorityWorld(World):
+    schedulers: ClassVar = {Scheduler: PreemptivePriority, DraftingScheduler: DraftingScheduler}
+
+
+class PriorityExtended(ExtendedMachine):
+    make_world = PriorityWorld
+
+
 @pytest.mark.parametrize("how", IN_SECONDS)
-def test_any_choices_keep_the_laws(how):
-    run_state_machine_as_test(AnyExtended, settings=how)
+@pytest.mark.parametrize("machine", [AnyExtended, PriorityExtended])
+def test_any_choices_and_preemptions_for_a_priority_keep_the_laws(machine, how):
+    run_state_machine_as_test(machine, settings=how)
 
 
 def test_a_choice_that_a_step_has_scheduled_already_is_an_error():
@@ -128,7 +158,7 @@ def test_what_is_no_scheduler_is_refused_before_the_model_is_loaded(given, messa
         LLM("no such model", scheduler_cls=given)
 
 
-def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path_factory, policy):
+def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path_factory):
     with pytest.raises(
         ValueError, match="with speculative_config, scheduler_cls must extend DraftingScheduler"
     ):
@@ -138,7 +168,7 @@ def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path_fa
     with pytest.raises(
         ValueError, match="with models with recurrent states, scheduler_cls must extend Stateful"
     ):
-        LLM(path, num_state_slots=4, scheduler_cls=policy)
+        LLM(path, num_state_slots=4, scheduler_cls=POLICY)
     with LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyDraftedChoice) as llm:
         assert type(llm.scheduler) is AnyDraftedChoice
 
@@ -146,11 +176,11 @@ def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path_fa
 # ---- a command --------------------------------------------------------------------------------
 
 
-def test_bench_has_a_flag_for_it(policy, monkeypatch):
+def test_bench_has_a_flag_for_it(monkeypatch):
     found = {}
     monkeypatch.setattr(bench, "LLM", lambda *args, **settings: found.update(settings) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        bench.main(["--scheduler-cls", policy])
-    for name in found["scheduler_cls"], policy.replace(":", "."):
+        bench.main(["--scheduler-cls", POLICY])
+    for name in found["scheduler_cls"], POLICY.replace(":", "."):
         assert find_scheduler(name).__name__ == "ShortestFirst"
-    assert EngineConfig(DEMO, scheduler_cls=policy).scheduler_cls == policy
+    assert EngineConfig(DEMO, scheduler_cls=POLICY).scheduler_cls == POLICY

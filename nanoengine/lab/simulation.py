@@ -1,156 +1,26 @@
 """The scheduler lab: the engine's own Scheduler and BlockManager, with a cost model in place of a device.
 
-    simulate(scheduler, arrivals, cost, policy=lambda arrival: -arrival.num_output_tokens)
-
-`nanoengine lab` runs the lab from the command line. lab/command.py explains the costs, the policies and the
-format of an arrivals file.
+`simulate` serves arrivals with a scheduler. `nanoengine lab` runs it from the command line: see command.py.
 """
 
+import heapq
 import itertools
-import json
 import math
 import random
-import re
 import time
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence
+from nanoengine.lab.arrivals import Arrival, generate_arrivals, parse_lengths
+from nanoengine.lab.belady import Accesses, optimal_hits
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
-
-# ---- Arrivals: when requests arrive, and their lengths -------------------------------------------
-
-
-class Arrival(NamedTuple):
-    """Describes a request by its time and lengths. Of its content, only the shared prefix matters."""
-
-    arrival_time: float  # seconds from the start
-    num_prompt_tokens: int
-    num_output_tokens: int
-    prefix: str | None = None  # prompts with the same name begin with the same tokens
-    num_prefix_tokens: int = 0  # number of prompt tokens in the prefix
-    priority: int = 0  # used by the policy `priority`
-
-    def check(self) -> None:
-        """Raise ValueError or TypeError if the request is invalid."""
-        for name in ("num_prompt_tokens", "num_output_tokens", "num_prefix_tokens", "priority"):
-            if type(getattr(self, name)) is not int:
-                raise TypeError(f"{name} must be an integer, got {getattr(self, name)!r}")
-        if not isinstance(self.arrival_time, (int, float)) or not 0 <= self.arrival_time < math.inf:
-            raise ValueError(f"arrival_time must be seconds from the start, got {self.arrival_time!r}")
-        if self.num_prompt_tokens < 1 or self.num_output_tokens < 1:
-            raise ValueError("num_prompt_tokens and num_output_tokens must be at least 1")
-        if not 0 <= self.num_prefix_tokens <= self.num_prompt_tokens:
-            raise ValueError(f"num_prefix_tokens must fit into the prompt, got {self.num_prefix_tokens}")
-        if self.num_prefix_tokens and self.prefix is None:
-            raise ValueError("num_prefix_tokens needs a prefix")
-
-
-Lengths = Callable[[random.Random], int]  # draws a number of tokens
-
-
-def parse_lengths(text: str) -> Lengths:
-    """Parse a fixed length N, LOW-HIGH for a uniform distribution, or MEDIAN~SIGMA for a long tail.
-
-    The last is log-normal, cut off at three sigmas: two thirds of "100~1" are from 37 to 272, none over 2009.
-
-    >>> parse_lengths("40")(random.Random(0)), parse_lengths("16-64")(random.Random(0))
-    (40, 40)
-    """
-    match = re.fullmatch(r"(\d+)(?:-(\d+)|~(\d*\.?\d+))?", text)
-    if match is None or int(match[1]) < 1:
-        raise ValueError(f"a length must be N, LOW-HIGH or MEDIAN~SIGMA, at least 1, got {text!r}")
-    low, high = int(match[1]), int(match[2] or match[1])
-    if match[3] is not None:
-        sigma = float(match[3])
-        return lambda rng: max(1, round(low * np.exp(sigma * min(3.0, rng.gauss()))))
-    if high < low:
-        raise ValueError(f"in LOW-HIGH, LOW must be at most HIGH, got {text!r}")
-    return lambda rng: rng.randint(low, high)
-
-
-def generate_arrivals(
-    num_requests: int,
-    rate: float,
-    prompt: Lengths,
-    output: Lengths,
-    *,
-    burstiness: float = 1.0,
-    num_prefixes: int = 0,
-    num_prefix_tokens: int = 0,
-    seed: int = 0,
-) -> Iterator[Arrival]:
-    """Yield requests at random times, `rate` per second on average. Equal seeds give equal requests.
-
-    `burstiness` is the shape of the gamma distribution of the gaps between requests: 1 is a Poisson process,
-    less gives bursts, more is steadier. The variance of a gap is Poisson's divided by burstiness. Each prompt
-    begins with one of the shared prefixes, if there are any, and `prompt` draws the length after it.
-
-    Source: `--burstiness` of vLLM's `bench serve`.
-    """
-    rng, now = random.Random(seed), 0.0
-    for _ in range(num_requests):
-        now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
-        prefix = str(rng.randrange(num_prefixes)) if num_prefixes else None
-        shared = num_prefix_tokens if num_prefixes else 0
-        yield Arrival(now, shared + prompt(rng), output(rng), prefix, shared)
-
-
-def read_arrivals(path: str) -> list[Arrival]:
-    """Read requests from a JSONL file, and sort them by time. ValueError: a line is not an `Arrival`."""
-    arrivals = []
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                arrival = Arrival(**json.loads(line))
-                arrival.check()
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-            arrivals.append(arrival)
-    return sorted(arrivals, key=lambda arrival: arrival.arrival_time)
-
-
-# ---- Policies: which request runs first ----------------------------------------------------------
-
-Policy = Callable[[Arrival], int]  # returns a request's priority: lower runs first
-
-
-def fcfs(arrival: Arrival) -> int:
-    """Return equal priorities: first come, first served."""
-    return 0
-
-
-def priority(arrival: Arrival) -> int:
-    """Return the request's own priority."""
-    return arrival.priority
-
-
-def shortest_first(arrival: Arrival) -> int:
-    """Order by prompt length, shortest first. Under load, the longest never run."""
-    return arrival.num_prompt_tokens
-
-
-def shortest_first_with_ageing(seconds_per_token: float) -> Policy:
-    """Return a policy that is shortest first. Each prompt token counts as seconds_per_token of waiting."""
-    # Priorities are integers: microseconds.
-    return lambda arrival: round(1e6 * (arrival.arrival_time + seconds_per_token * arrival.num_prompt_tokens))
-
-
-def parse_policy(text: str) -> Policy:
-    """Return a policy by name: fcfs, priority, shortest, or ageing:SECONDS_PER_TOKEN."""
-    known = {"fcfs": fcfs, "priority": priority, "shortest": shortest_first}
-    if match := re.fullmatch(r"ageing:(\d*\.?\d+)", text):
-        return shortest_first_with_ageing(float(match[1]))
-    if text not in known:
-        raise ValueError(f"policy must be fcfs, priority, shortest or ageing:SECONDS_PER_TOKEN, got {text!r}")
-    return known[text]
-
 
 # ---- Costs: how long a step takes ----------------------------------------------------------------
 
@@ -163,9 +33,9 @@ class Step(NamedTuple):
     seconds: float
 
 
-def context_of(batch: ScheduledBatch) -> int:
-    """Return how many tokens' K and V a step reads, summed over its sequences."""
-    return sum([end for _, _, end, _, _ in batch.chunks])
+def sizes_of(batch: ScheduledBatch) -> tuple[int, int]:
+    """Return how many tokens a step computes, and how many tokens' K and V it reads, over its sequences."""
+    return batch.num_tokens, sum([end for _, _, end, _, _ in batch.chunks])
 
 
 class CostModel(NamedTuple):
@@ -202,12 +72,7 @@ def fit_costs(steps: Iterable[Step]) -> CostModel:
 # ---- Servers: a simulation, or a real engine with the same methods -----------------------------
 
 
-class Served(NamedTuple):
-    """Reports what a step did."""
-
-    seconds: float
-    seq_ids: list[int]  # the sequences that got a token
-    finished: list[int]  # the ones among them that are complete
+Served = tuple[float, ScheduledBatch, list[Sequence]]  # seconds, the step, which sequences got a token
 
 
 class Simulation:
@@ -216,19 +81,15 @@ class Simulation:
     def __init__(self, scheduler: Scheduler, cost: CostModel) -> None:
         self.scheduler, self.cost = scheduler, cost
         self.seq_ids = itertools.count()
-        self.params: dict[int, SamplingParams] = {}  # by number of output tokens
+        self.names: dict[Any, int] = {}  # the parts that prompts may share: name -> a negative number
 
-    def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
-        """Queue a request and return its seq_id. `prefix` is a negative number that identifies its prefix.
-
-        Its tokens repeat the number of its prefix, then its own seq_id.
-        """
-        seq_id, num_shared = next(self.seq_ids), arrival.num_prefix_tokens
-        token_ids = [prefix] * num_shared + [seq_id] * (arrival.num_prompt_tokens - num_shared)
-        max_tokens = arrival.num_output_tokens
-        if max_tokens not in self.params:
-            self.params[max_tokens] = SamplingParams(max_tokens=max_tokens)
-        self.scheduler.add(Sequence(seq_id, token_ids, self.params[max_tokens], priority=priority))
+    def add(self, arrival: Arrival) -> int:
+        """Queue a request and return its seq_id. The tokens of a part are all the same: its number."""
+        seq_id, token_ids = next(self.seq_ids), list[int]()
+        for name, size in arrival.parts(None):
+            number = seq_id if name is None else self.names.setdefault(name, -1 - len(self.names))
+            token_ids += [number] * size
+        self.scheduler.add(Sequence(seq_id, token_ids, params_of(arrival), priority=arrival.priority))
         return seq_id
 
     def step(self) -> Served:
@@ -239,11 +100,7 @@ class Simulation:
         """
         batch = self.scheduler.schedule()
         advanced = self.scheduler.update(batch, [seq.token_ids[-1] for seq in batch.sampled_seqs])
-        return Served(
-            self.cost.seconds(batch.num_tokens, context_of(batch)),
-            [seq.seq_id for seq in advanced],
-            [seq.seq_id for seq in advanced if seq.finish_reason is not None],
-        )
+        return self.cost.seconds(*sizes_of(batch)), batch, advanced
 
 
 class RealEngine:
@@ -262,15 +119,15 @@ class RealEngine:
         elif event == "sampled":
             self.advanced.append(details[0])
 
-    def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
-        """Queue a request of random tokens, seeded by the prefix and by the seq_id."""
-        seq_id, num_shared = next(self.seq_ids), arrival.num_prefix_tokens
-        token_ids = []
-        for content, num_tokens in ((prefix, num_shared), (seq_id, arrival.num_prompt_tokens - num_shared)):
-            rng = random.Random(str(content))  # as text, since Random ignores the sign of a number
-            token_ids += rng.choices(self.vocabulary, k=num_tokens)
-        params = SamplingParams(max_tokens=arrival.num_output_tokens, ignore_eos=True)
-        self.engine.add_request(str(seq_id), {"prompt_token_ids": token_ids}, params, priority=priority)
+    def add(self, arrival: Arrival) -> int:
+        """Queue a request of random tokens, seeded by the parts' names. The answer continues a shared one."""
+        seq_id, token_ids = next(self.seq_ids), list[int]()
+        for name, size in arrival.parts(("own", seq_id)):
+            drawn = random.Random(str(name)).choices(self.vocabulary, k=size + arrival.num_output_tokens)
+            token_ids += drawn[:size]
+        forced = None if name == ("own", seq_id) else drawn[size:]
+        params = params_of(arrival, forced_token_ids=forced, ignore_eos=True)
+        self.engine.add_request(str(seq_id), token_ids, params, priority=arrival.priority)
         return seq_id
 
     def step(self) -> Served:
@@ -279,12 +136,28 @@ class RealEngine:
         start = time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - start
-        self.steps.append(Step(self.batch.num_tokens, context_of(self.batch), seconds))
-        finished = [seq.seq_id for seq in self.advanced if seq.is_finished]
-        return Served(seconds, [seq.seq_id for seq in self.advanced], finished)
+        self.steps.append(Step(*sizes_of(self.batch), seconds))
+        return seconds, self.batch, self.advanced
+
+
+def params_of(arrival: Arrival, **settings: Any) -> SamplingParams:
+    """Return a request's sampling parameters."""
+    extra = {} if arrival.ttft_deadline is None else {"ttft_deadline": arrival.ttft_deadline}
+    return SamplingParams(max_tokens=arrival.num_output_tokens, extra_args=extra, **settings)
 
 
 # ---- The run -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Record:
+    """Records how a request was served."""
+
+    arrival: Arrival
+    first_time: float = math.nan  # when it got its first, and its latest, token
+    last_time: float = math.nan
+    longest_gap: float = 0.0  # between two tokens
+    num_computed: int = 0  # the most tokens that were computed for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,32 +165,29 @@ class Report:
     """Reports how requests were served. Arrays hold float64 seconds, per request in order of arrival."""
 
     ttft: np.ndarray  # time to first token, from arrival
-    tpot: np.ndarray  # time per output token after the first; NaN if there is only one
     latency: np.ndarray  # from arrival to the last token
-    gaps: np.ndarray  # times between consecutive tokens: the distinct values, to four digits
-    gap_counts: np.ndarray  # number of tokens with each gap
+    longest_gap: np.ndarray  # the longest time between two tokens; 0 if there is only one
+    itl: np.ndarray  # all times between two tokens, in order of time
     seconds: float  # from the first arrival to the last token
     busy_seconds: float  # total time of the steps
     num_steps: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    num_recomputed_tokens: int  # computed again, because a preemption freed their blocks
     hit_rate: float  # share of the prompt tokens that hit the prefix cache
-
-    @property
-    def num_requests(self) -> int:
-        """The number of requests. All of them were served."""
-        return len(self.ttft)
+    optimal_hit_rate: float  # the same with Belady's eviction: see belady.py
 
     def quantiles(self, name: str) -> list[float]:
-        """Return the 50th, 90th and 99th percentile of a field, or of the gaps for "itl". NaN: no data."""
-        values, weights = (self.gaps, self.gap_counts) if name == "itl" else (getattr(self, name), None)
-        if weights is None:
-            values = values[~np.isnan(values)]
+        """Return the 50th, 90th and 99th percentile of a field. NaN: no data."""
+        values = getattr(self, name)
         if not len(values):
             return [math.nan] * 3
-        quantiles = np.quantile(values, (0.5, 0.9, 0.99), weights=weights, method="inverted_cdf")
-        return [float(value) for value in quantiles]
+        return [float(value) for value in np.quantile(values, (0.5, 0.9, 0.99), method="inverted_cdf")]
+
+    def goodput(self, ttft_limit: float, itl_limit: float) -> float:
+        """Return the share of requests whose first token, and each token after it, were within the limits."""
+        return float(np.mean((self.ttft <= ttft_limit) & (self.longest_gap <= itl_limit)))
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -325,93 +195,113 @@ class Report:
         return self.num_output_tokens / self.seconds
 
 
-def serve(server: Simulation | RealEngine, arrivals: Iterable[Arrival], policy: Policy = fcfs) -> Report:
+class Upcoming:
+    """Holds the requests that have not arrived. Those of a session wait for the end of the one before."""
+
+    def __init__(self, arrivals: Iterable[Arrival]) -> None:
+        self.arrivals, self.numbers = iter(arrivals), itertools.count()
+        self.turns: dict[str, deque[Arrival]] = {}  # a session in progress -> its requests that wait
+        self.due: list[tuple[float, int, bool, Arrival]] = []  # a heap; at most one comes from `_draw`
+        self._draw()
+
+    def _draw(self) -> None:
+        for arrival in self.arrivals:
+            if arrival.session not in self.turns:
+                self.turns |= {arrival.session: deque()} if arrival.session is not None else {}
+                heapq.heappush(self.due, (arrival.arrival_time, next(self.numbers), True, arrival))
+                return
+            self.turns[arrival.session].append(arrival)
+
+    def pop(self) -> Arrival:
+        """Return the next request, with the time of its arrival."""
+        now, _, is_drawn, arrival = heapq.heappop(self.due)
+        if is_drawn:
+            self._draw()
+        return arrival._replace(arrival_time=now)
+
+    def end(self, arrival: Arrival, now: float) -> None:
+        """Note that a request has finished. The next one of its session arrives after a pause."""
+        session = arrival.session or ""
+        if self.turns.get(session):
+            turn = self.turns[session].popleft()
+            at = max(turn.arrival_time, now + turn.pause)
+            heapq.heappush(self.due, (at, next(self.numbers), False, turn))
+        else:
+            self.turns.pop(session, None)
+
+
+def serve(server: Simulation | RealEngine, arrivals: Iterable[Arrival]) -> Report:
     """Serve all arrivals, which must be sorted by time, until the last one finishes.
 
     The clock advances by whole steps. If no request is unfinished, it jumps to the next arrival. A request
-    that arrives during a step is queued at the end of the step, as in an engine that one thread runs.
-
-    Raises:
-        ValueError: a request could never be served.
+    that arrives during a step is queued at the end of the step, as in an engine that one thread runs. A
+    scheduler that has a `clock` gets this one. ValueError: a request could never be served.
     """
-    scheduler = server.scheduler
-    hits_before, preemptions_before = scheduler.block_manager.num_query_hits, scheduler.num_preemptions
-    queries_before = scheduler.block_manager.num_query_tokens
-    prefixes: dict[str | None, int] = {}
-    unfinished: dict[int, tuple[int, Arrival]] = {}  # seq_id -> place in the order of arrival, request
-    # seq_id -> when the sequence got its first, and its latest, token
-    first_times: dict[int, float] = {}
-    token_times: dict[int, float] = {}
-    ttft, tpot, latency = array("d"), array("d"), array("d")
-    gaps: Counter[float] = Counter()
-    num_steps = num_prompt_tokens = num_output_tokens = 0
+    scheduler: Any = server.scheduler
+    manager, upcoming, accesses = scheduler.block_manager, Upcoming(arrivals), Accesses(scheduler)
+    before = manager.num_query_hits, manager.num_query_tokens, scheduler.num_preemptions
+    records, unfinished, itl = list[Record](), dict[int, Record](), array("d")  # unfinished ones by seq_id
+    num_steps = num_output_tokens = num_recomputed_tokens = 0
+    start = now = upcoming.due[0][0] if upcoming.due else 0.0
     busy_seconds = 0.0
-    upcoming = iter(arrivals)
-    arrival = next(upcoming, None)
-    start = now = arrival.arrival_time if arrival else 0.0
-    while unfinished or arrival is not None:
-        if arrival is not None and not unfinished:
-            now = max(now, arrival.arrival_time)
-        while arrival is not None and arrival.arrival_time <= now:
+    if hasattr(scheduler, "clock"):
+        scheduler.clock = lambda: now
+    while unfinished or upcoming.due:
+        if not unfinished:
+            now = max(now, upcoming.due[0][0])
+        while upcoming.due and upcoming.due[0][0] <= now:
+            arrival = upcoming.pop()
             num_tokens = arrival.num_prompt_tokens, arrival.num_output_tokens
-            if sum(num_tokens) > scheduler.max_num_tokens:
-                raise ValueError(
-                    f"a request of {num_tokens[0]} and {num_tokens[1]} tokens would be cut short: "
-                    f"the KV cache and max_model_len leave room for {scheduler.max_num_tokens}"
-                )
-            prefix = prefixes.setdefault(arrival.prefix, -1 - len(prefixes))
-            unfinished[server.add(arrival, prefix, policy(arrival))] = len(ttft), arrival
-            for seconds_of in (ttft, tpot, latency):
-                seconds_of.append(math.nan)
-            num_prompt_tokens += arrival.num_prompt_tokens
-            arrival = next(upcoming, None)
+            if sum(num_tokens) > (most := scheduler.max_num_tokens):
+                request = "a request of {} and {} tokens would be cut short".format(*num_tokens)
+                raise ValueError(f"{request}: the KV cache and max_model_len leave room for {most}")
+            records.append(Record(arrival))
+            unfinished[server.add(arrival)] = records[-1]
 
-        seconds, took, finished = server.step()
+        seconds, batch, advanced = server.step()
         now += seconds
         busy_seconds += seconds
         num_steps += 1
-        num_output_tokens += len(took)
-        waits: dict[float, int] = {}  # nearly all equal: most sequences get a token in every step
-        for took_id in took:
-            before = token_times.get(took_id)
-            if before is None:
-                first_times[took_id] = now
+        num_output_tokens += len(advanced)
+        for seq, first, end, _, _ in batch.chunks:
+            record = unfinished[seq.seq_id]
+            num_recomputed_tokens += max(0, min(end, record.num_computed) - first)
+            record.num_computed = max(end, record.num_computed)
+        for seq in advanced:
+            record = unfinished[seq.seq_id]
+            if seq.num_output_tokens == 1:
+                record.first_time = now
             else:
-                waits[now - before] = waits.get(now - before, 0) + 1
-            token_times[took_id] = now
-        for wait, count in waits.items():
-            gaps[float(f"{wait:.4g}")] += count  # rounded, else a long run would store one value per step
-        for ended in finished:
-            (place, request), first = unfinished.pop(ended), first_times.pop(ended)
-            del token_times[ended]
-            ttft[place] = first - request.arrival_time
-            latency[place] = now - request.arrival_time
-            if request.num_output_tokens > 1:
-                tpot[place] = (now - first) / (request.num_output_tokens - 1)
+                itl.append(now - record.last_time)
+                record.longest_gap = max(record.longest_gap, itl[-1])
+            record.last_time = now
+            if seq.finish_reason is not None:
+                upcoming.end(unfinished.pop(seq.seq_id).arrival, now)
 
-    manager = scheduler.block_manager
-    num_queries = manager.num_query_tokens - queries_before
+    scheduler.observe(accesses.tell_before)
+    num_queries = max(1, manager.num_query_tokens - before[1])
+    times = [(one.first_time, one.last_time, one.arrival.arrival_time, one.longest_gap) for one in records]
+    first_times, last_times, arrival_times, longest_gap = np.array(times).reshape(-1, 4).T
     return Report(
-        ttft=np.array(ttft),
-        tpot=np.array(tpot),
-        latency=np.array(latency),
-        gaps=np.array(list(gaps)),
-        gap_counts=np.array(list(gaps.values())),
+        ttft=first_times - arrival_times,
+        latency=last_times - arrival_times,
+        longest_gap=longest_gap,
+        itl=np.array(itl),
         seconds=now - start,
         busy_seconds=busy_seconds,
         num_steps=num_steps,
-        num_prompt_tokens=num_prompt_tokens,
+        num_prompt_tokens=sum(one.arrival.num_prompt_tokens for one in records),
         num_output_tokens=num_output_tokens,
-        num_preemptions=scheduler.num_preemptions - preemptions_before,
-        hit_rate=(manager.num_query_hits - hits_before) / max(1, num_queries),
+        num_preemptions=scheduler.num_preemptions - before[2],
+        num_recomputed_tokens=num_recomputed_tokens,
+        hit_rate=(manager.num_query_hits - before[0]) / num_queries,
+        optimal_hit_rate=optimal_hits(accesses.events, manager.block_size) / num_queries,
     )
 
 
-def simulate(
-    scheduler: Scheduler, arrivals: Iterable[Arrival], cost: CostModel, policy: Policy = fcfs
-) -> Report:
+def simulate(scheduler: Scheduler, arrivals: Iterable[Arrival], cost: CostModel) -> Report:
     """Serve arrivals with a new scheduler and without a device."""
-    return serve(Simulation(scheduler, cost), arrivals, policy)
+    return serve(Simulation(scheduler, cost), arrivals)
 
 
 # ---- The fit -------------------------------------------------------------------------------------
@@ -420,65 +310,42 @@ def simulate(
 # are off by 16 % per step, and by 3 % in total time.
 DEMO_COSTS = CostModel(2.3e-3, 3.6e-5, 5e-7)
 WAVES = (8, 64, 1, 4, 32, 2, 128, 16)  # requests at once; the batch shrinks as they finish
-
-
-class Calibration(NamedTuple):
-    """Holds the fitted costs, and reports of the engine and of the lab on other arrivals."""
-
-    cost: CostModel
-    num_steps: int  # number of steps in the fit
-    step_error: float  # mean relative error over the other steps
-    measured: Report
-    simulated: Report
+Calibration = tuple[CostModel, list[Step], list[Step], Report, Report]
 
 
 def calibrate(engine: LLMEngine, seconds: float = 20.0) -> Calibration:
     """Fit the costs to an engine's steps, and check them on other arrivals.
 
     The fit uses requests that arrive in waves. The check uses a Poisson process at 70 % of the rate that the
-    lab predicts the engine can serve. Each takes about `seconds`. Both skip idle time.
+    lab predicts the engine can serve. Each takes about `seconds`. Both skip idle time. Returns the costs, the
+    steps of the fit, other steps, and reports of the engine and of the lab on these.
     """
-    scheduler = engine.scheduler
-    longest = engine.max_model_len // 3
-    real = RealEngine(engine)
+    scheduler, longest, real = engine.scheduler, engine.max_model_len // 3, RealEngine(engine)
 
     def load(num_requests: int, rate: float, prompt: str, output: str, seed: int) -> list[Arrival]:
         lengths = parse_lengths(prompt), parse_lengths(output)
         drawn = generate_arrivals(num_requests, rate, *lengths, seed=seed)
-        return [
-            Arrival(when, min(prompt_len, longest), min(output_len, longest))
-            for when, prompt_len, output_len, *_ in drawn
-        ]
-
-    def run(arrivals: list[Arrival]) -> Report:
-        real.steps.clear()
-        return serve(real, arrivals)
+        return [Arrival(when, min(size, longest), min(answer, longest)) for when, size, answer, *_ in drawn]
 
     def rehearse(arrivals: list[Arrival]) -> Report:
-        blocks = BlockManager(
-            engine.started.num_blocks,
-            engine.runner.block_size,
-            enable_prefix_caching=engine.config.enable_prefix_caching,
-        )
-        twin = Scheduler(
-            blocks,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=engine.max_model_len,
-            long_prefill_token_threshold=engine.config.long_prefill_token_threshold,
-        )
+        caching = engine.config.enable_prefix_caching
+        sizes = engine.started.num_blocks, engine.runner.block_size
+        blocks = BlockManager(*sizes, enable_prefix_caching=caching)
+        twin = Scheduler(blocks, max_num_seqs=scheduler.max_num_seqs)
+        for name in ("max_num_batched_tokens", "max_chunk_tokens", "max_num_tokens"):
+            setattr(twin, name, getattr(scheduler, name))
         return simulate(twin, arrivals, cost)
 
-    run(load(8, 1e6, "64", "8", seed=0))  # a warm-up
+    serve(real, load(8, 1e6, "64", "8", seed=0))  # a warm-up
     steps: list[Step] = []
     waves = itertools.cycle(WAVES)
     while sum(step.seconds for step in steps) < seconds:
-        run(load(next(waves), 1e6, "100~1", "40~0.8", seed=len(steps)))
+        real.steps = []
+        serve(real, load(next(waves), 1e6, "100~1", "40~0.8", seed=len(steps)))
         steps += real.steps
     cost = fit_costs(steps)
 
-    all_at_once = rehearse(load(200, 1e6, "60-180", "20-100", seed=-1))
-    rate = 0.7 * 200 / all_at_once.seconds
+    rate = 0.7 * 200 / rehearse(load(200, 1e6, "60-180", "20-100", seed=-1)).seconds
     arrivals = load(max(10, int(rate * seconds)), rate, "60-180", "20-100", seed=-2)
-    measured = run(arrivals)
-    return Calibration(cost, len(steps), cost.error(real.steps), measured, rehearse(arrivals))
+    real.steps = []
+    return cost, steps, real.steps, serve(real, arrivals), rehearse(arrivals)

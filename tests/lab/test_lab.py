@@ -4,7 +4,8 @@ import json
 import random
 import re
 import statistics
-from collections import Counter
+from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,24 +13,19 @@ import pytest
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.lab import command as lab_command
-from nanoengine.lab.command import draw, main, parse_arguments
+from nanoengine.lab.arrivals import Arrival, agent_sessions, generate_arrivals, parse_lengths, read_arrivals
+from nanoengine.lab.command import draw, main
+from nanoengine.lab.policies.names import POLICIES
 from nanoengine.lab.simulation import (
-    Arrival,
     CostModel,
     RealEngine,
     Simulation,
     Step,
     calibrate,
-    fcfs,
     fit_costs,
-    generate_arrivals,
-    parse_lengths,
-    priority,
-    read_arrivals,
     serve,
-    shortest_first,
-    shortest_first_with_ageing,
     simulate,
+    sizes_of,
 )
 from nanoengine.llm_engine import LLMEngine
 from tests.helpers import DEMO, make_scheduler
@@ -55,14 +51,16 @@ def test_times_are_those_computed_by_hand():
     # step 3: 1 of A to 6, 1 of B to 3; both are complete:    1 + .2 + .09 = 1.29, at 4.10
     # step 4: C, which does not wait: 1 token to 1:       1 + .1 + .01 = 1.11, at 11.11
     assert report.ttft.tolist() == pytest.approx([1.44, 2.31, 1.11])
-    assert report.tpot.tolist() == pytest.approx([(1.37 + 1.29) / 2, 1.29, np.nan], nan_ok=True)
     assert report.latency.tolist() == pytest.approx([4.10, 3.60, 1.11])
-    assert dict(zip(report.gaps, report.gap_counts, strict=True)) == {1.37: 1, 1.29: 2}
-    assert (report.num_requests, report.num_steps) == (3, 4)
+    assert report.itl.tolist() == pytest.approx([1.37, 1.29, 1.29])
+    assert report.longest_gap.tolist() == pytest.approx([1.37, 1.29, 0])
+    assert (len(report.ttft), report.num_steps) == (3, 4)
     assert (report.num_prompt_tokens, report.num_output_tokens) == (7, 6)
     assert report.seconds == pytest.approx(11.11)
     assert report.busy_seconds == pytest.approx(5.21)
     assert report.output_tokens_per_s == pytest.approx(6 / 11.11)
+    limits = (2.4, 1.4), (1.5, 1.4), (2.4, 1.3), (2.4, 1.2)
+    assert [report.goodput(*one) for one in limits] == pytest.approx([1, 2 / 3, 2 / 3, 1 / 3])
 
 
 def test_a_token_that_a_preemption_delays_waits_from_the_token_before():
@@ -73,15 +71,16 @@ def test_a_token_that_a_preemption_delays_waits_from_the_token_before():
     # Tokens of A at 1, 2, 3, 4. Tokens of B at 1 and 2; preempted at the third step, again from the fifth on.
     assert report.num_preemptions == 1
     assert report.latency.tolist() == [4.0, 6.0]
-    waits = np.repeat(report.gaps, report.gap_counts)
-    assert Counter(waits.tolist()) == {1.0: 5, 3.0: 1}  # B's third token, from 2 to 5
+    assert sorted(report.itl) == [1.0] * 5 + [3.0]  # B's third token, from 2 to 5
+    assert report.num_recomputed_tokens == 8  # its prompt and its first token; the second was pending
 
 
 def test_the_percentiles_of_the_time_between_tokens_count_each_token():
     report = simulate(make_scheduler(num_blocks=200), random_arrivals(60, 0.5), COST)
-    every_gap = np.repeat(report.gaps, report.gap_counts)
-    assert len(every_gap) == report.num_output_tokens - 60
-    assert report.quantiles("itl") == np.quantile(every_gap, [0.5, 0.9, 0.99], method="inverted_cdf").tolist()
+    assert len(report.itl) == report.num_output_tokens - 60
+    assert (
+        report.quantiles("itl") == np.quantile(report.itl, [0.5, 0.9, 0.99], method="inverted_cdf").tolist()
+    )
     assert report.quantiles("itl")[0] < report.quantiles("itl")[2]
 
 
@@ -89,7 +88,6 @@ def test_a_run_of_one_token_has_no_time_between_tokens(tmp_path):
     report = simulate(make_scheduler(), [Arrival(0.0, 3, 1)], COST)
     draw({"one": report, "two": report}, str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert np.isnan(report.quantiles("tpot")).all()
     assert np.isnan(report.quantiles("itl")).all()
 
 
@@ -106,7 +104,7 @@ def test_arrivals_are_drawn_as_the_clock_reaches_them():
             ahead.append(number - num_admitted)
             yield Arrival(10.0 * number, 4, 3)
 
-    assert simulate(scheduler, drawn(), COST).num_requests == 200
+    assert len(simulate(scheduler, drawn(), COST).ttft) == 200
     assert max(ahead) <= 1  # one that is served, one that is the next
 
 
@@ -127,7 +125,7 @@ def test_different_prefixes_share_nothing_and_the_same_one_only_its_length():
 # ---- the same as a real engine -------------------------------------------------------------------
 
 
-def decisions(server, arrivals, policy):
+def decisions(server, arrivals):
     """Return each step's chunks, their blocks, and the number of preemptions so far."""
     steps, schedule = [], server.scheduler.schedule
 
@@ -138,34 +136,62 @@ def decisions(server, arrivals, policy):
         return batch
 
     server.scheduler.schedule = recorded
-    return serve(server, arrivals, policy), steps
+    return serve(server, arrivals), steps
 
 
 class FakeClock(RealEngine):
     """A real engine whose clock advances by what the cost model predicts."""
 
     def step(self):
-        served = super().step()
-        return served._replace(seconds=COST.seconds(*self.steps[-1][:2]))
+        _, batch, advanced = super().step()
+        return COST.seconds(*sizes_of(batch)), batch, advanced
 
 
-@pytest.mark.parametrize("policy", [fcfs, priority, shortest_first_with_ageing(0.1)])
-def test_the_lab_makes_the_same_decisions_as_a_real_engine(policy):
-    settings = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 16, "max_num_seqs": 6}
-    # Blocks of 4: a prompt's second block holds two tokens of the prefix and two of its own. One alone could
-    # equal another prompt's by chance.
-    arrivals = random_arrivals(40, 0.6, num_prefixes=2, num_prefix_tokens=6)
-    # The first prefix is number -1, and request 1 must not begin with it.
-    arrivals[1] = arrivals[1]._replace(prefix=None, num_prefix_tokens=0, num_prompt_tokens=10)
-    sizes = {"num_kv_blocks": 16, "block_size": 4, **settings}
-    engine = LLMEngine(EngineConfig(DEMO, scheduling_policy="priority", async_scheduling=False, **sizes))
-    real_report, real_steps = decisions(FakeClock(engine), arrivals, policy)
-    engine.close()
-    lab_report, lab_steps = decisions(Simulation(make_scheduler(16, **settings), COST), arrivals, policy)
-    assert lab_steps == real_steps
-    assert lab_report.ttft.tolist() == real_report.ttft.tolist()
-    assert lab_report.hit_rate == real_report.hit_rate > 0
-    assert lab_report.num_preemptions == real_report.num_preemptions > 0
+def small_trace(seed: int) -> list[Arrival]:
+    """Return requests with shared prefixes or blocks, or in sessions, with priorities and deadlines."""
+    rng = random.Random(seed)
+    arrivals, lengths = [], dict.fromkeys("ab", 5)
+    for number in range(9):
+        size, num_output = rng.randint(1, 24), rng.randint(1, 9)
+        kind, name = rng.choice(["own", "prefix", "hashes", "session", "session"]), rng.choice("ab")
+        one = Arrival(number / rng.uniform(0.2, 2), size, num_output, priority=rng.randrange(3))
+        if kind == "prefix":  # the second block of four holds two tokens of the prefix
+            one = one._replace(prefix=name, num_prefix_tokens=min(size, 6))
+        elif kind == "hashes":
+            ids = [rng.randrange(2) * 10 + place for place in range(1 + size // 4)]
+            one = one._replace(hash_ids=tuple(ids[: size // 4 + rng.randint(0, 1)]), hash_block_size=4)
+        elif kind == "session" and lengths[name] + num_output < 44:
+            size = lengths[name] + rng.randint(0, 9)
+            lengths[name] = size + num_output
+            session: dict = {"prefix": f"{name} talks", "num_prefix_tokens": size, "session": name}
+            one = one._replace(num_prompt_tokens=size, **session, pause=rng.uniform(0, 4))
+        arrivals.append(one._replace(ttft_deadline=rng.choice([None, rng.uniform(1, 20)])))
+    return sorted(arrivals)
+
+
+SIZES = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 16, "max_num_seqs": 4}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_lab_makes_the_same_decisions_as_a_real_engine(name):
+    """Twenty small traces, four under each policy: each step, hits, preemptions, and times."""
+    sizes = {"num_kv_blocks": 14, "block_size": 4, **SIZES}
+    settings = {"scheduling_policy": "priority", "async_scheduling": False, "scheduler_cls": POLICIES[name]}
+    totals = np.zeros(2)
+    for number in range(4):
+        trace = small_trace(4 * [*POLICIES].index(name) + number)
+        engine = LLMEngine(EngineConfig(DEMO, **settings, **sizes))
+        real_report, real_steps = decisions(FakeClock(engine), trace)
+        engine.close()
+        simulation = Simulation(make_scheduler(14, scheduler=POLICIES[name], **SIZES), COST)
+        lab_report, lab_steps = decisions(simulation, trace)
+        assert lab_steps == real_steps
+        assert lab_report.ttft.tolist() == real_report.ttft.tolist()
+        assert lab_report.hit_rate == real_report.hit_rate
+        assert lab_report.optimal_hit_rate == real_report.optimal_hit_rate
+        assert lab_report.num_preemptions == real_report.num_preemptions
+        totals += lab_report.hit_rate, lab_report.num_preemptions
+    assert totals.all(), "these traces have hits and preemptions"
 
 
 # ---- the cost model ------------------------------------------------------------------------------
@@ -203,35 +229,62 @@ def test_no_cost_is_below_zero():
 
 # A little more than can be served: each second 19 short prompts and a long one.
 MIX = [
-    Arrival(second + number / 100, 400 if number == 0 else 10, 4, priority=number % 2)
+    Arrival(second + number / 100, 400 if number == 0 else 10, 4, priority=number % 2, ttft_deadline=deadline)
     for second in range(40)
-    for number in range(20)
+    for number, deadline in zip(range(20), [1.0] * 10 + [30.0] * 10, strict=True)
 ]
 IS_LONG = np.array([arrival.num_prompt_tokens == 400 for arrival in MIX])
 
 
-def ttft_under(policy):
-    scheduler = make_scheduler(1000, max_num_batched_tokens=400, max_num_seqs=10)
-    return simulate(scheduler, MIX, CostModel(0.1, 0.001, 0.0), policy).ttft
+def ttft_under(scheduler, **changes):
+    made = make_scheduler(1000, max_num_batched_tokens=400, max_num_seqs=10, scheduler=scheduler)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return simulate(made, MIX, CostModel(0.1, 0.001, 0.0)).ttft
 
 
 def test_policies_decide_which_requests_wait():
-    ageing = shortest_first_with_ageing(0.05)  # a long prompt is worth 19.5 s of waiting
-    policies = {"fcfs": fcfs, "shortest": shortest_first, "ageing": ageing}
-    times = {name: ttft_under(policy) for name, policy in policies.items()}
+    times = {name: ttft_under(policy) for name, policy in POLICIES.items()}
+    times["without aging"] = ttft_under(POLICIES["shortest"], tokens_per_second=0)
     mean = {name: ttft.mean() for name, ttft in times.items()}
     longest = {name: ttft.max() for name, ttft in times.items()}
-    assert mean["shortest"] < mean["ageing"] < mean["fcfs"]
-    assert longest["fcfs"] < longest["ageing"] < longest["shortest"]
-    assert times["shortest"][~IS_LONG].max() < times["fcfs"][~IS_LONG].max()
-    # Under ageing a long prompt overtakes what came 19.5 s after it, however much that is.
-    assert longest["ageing"] < times["fcfs"].max() + 19.5
-
-    urgent = ttft_under(priority)
+    assert mean["without aging"] < mean["shortest"] < mean["fcfs"]
+    assert longest["fcfs"] < longest["shortest"] < longest["without aging"]
+    assert times["without aging"][~IS_LONG].max() < times["fcfs"][~IS_LONG].max()
     is_urgent = np.array([arrival.priority == 0 for arrival in MIX])
-    assert urgent[is_urgent].mean() < mean["fcfs"] < urgent[~is_urgent].mean()
-    own = ttft_under(lambda arrival: -arrival.num_prompt_tokens)
-    assert own[IS_LONG].mean() < times["fcfs"][IS_LONG].mean()
+    assert times["priority"][is_urgent].mean() < mean["fcfs"] < times["priority"][~is_urgent].mean()
+    within = np.array([one.ttft_deadline for one in MIX])
+    met = {name: (ttft <= within).mean() for name, ttft in times.items()}
+    assert met["deadline"] > met["fcfs"]
+
+
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"num_blocks": 4}])
+def test_a_better_priority_takes_the_place_of_a_running_request(limits):
+    """There is room for one at a time. The urgent request begins at once, and then the first one goes on."""
+    trace = [Arrival(0, 8, 8, priority=1), Arrival(2, 8, 2), Arrival(2, 8, 2, priority=1)]
+    reports = {
+        name: simulate(
+            make_scheduler(**{"num_blocks": 20} | limits, scheduler=POLICIES[name]), trace, CostModel(1, 0, 0)
+        )
+        for name in ("fcfs", "priority")
+    }
+    assert reports["fcfs"].ttft[1] > 4
+    assert reports["priority"].ttft.tolist()[:2] == [1, 1]
+    assert reports["priority"].num_preemptions >= 1
+    assert reports["priority"].num_recomputed_tokens > 0
+
+
+def test_the_request_with_the_most_cached_tokens_is_admitted_first():
+    trace = [Arrival(0, 8, 20, "a", 8), Arrival(1, 8, 1), Arrival(1.5, 9, 1, "a", 8)]
+    ttft = simulate(make_scheduler(30, max_num_seqs=1, scheduler=POLICIES["cached"]), trace, COST).ttft
+    assert ttft[2] < ttft[1]
+
+
+def test_policies_and_the_lab_are_short():
+    folder = Path(lab_command.__file__).parent
+    for name in POLICIES:
+        assert len((folder / "policies" / f"{name}.py").read_text().splitlines()) <= 30
+    assert sum(len(path.read_text().splitlines()) for path in folder.glob("*.py")) <= 764
 
 
 # ---- arrivals ------------------------------------------------------------------------------------
@@ -271,6 +324,47 @@ def test_a_file_of_arrivals_is_read_in_order_of_time(tmp_path):
     assert read_arrivals(str(path)) == arrivals
 
 
+def test_a_mooncake_trace_is_read_as_it_is(tmp_path):
+    """Milliseconds, and a prompt as ids of blocks of 512 tokens, of which the last may be shorter."""
+    lines = (0, 1100, 3, [0, 1, 2]), (5999, 1053, 2, [0, 1, 9])
+    names = "timestamp", "input_length", "output_length", "hash_ids"
+    path = tmp_path / "conversation_trace.jsonl"
+    path.write_text("".join(json.dumps(dict(zip(names, line, strict=True))) + "\n" for line in lines))
+    first, second = read_arrivals(str(path))
+    assert (second.arrival_time, *second[1:3]) == (5.999, 1053, 2)
+    assert first.parts("own") == [(0, 512), (1, 512), (2, 76)]
+    report = simulate(make_scheduler(100, block_size=32), [first, second], COST)
+    assert report.hit_rate == report.optimal_hit_rate == 1024 / 2153
+
+
+def test_the_turns_of_an_agent_have_the_published_shape_and_wait_for_each_other():
+    turns = agent_sessions(400, 1.0, seed=1)
+    sessions = [list(group) for _, group in groupby(turns, key=lambda turn: turn.session)]
+    sums = [
+        (
+            len(one),
+            sum(turn[1] for turn in one),
+            sum(turn[2] for turn in one),
+            sum(turn[1] for turn in one[:-1]),
+        )
+        for one in sessions
+    ]
+    num_turns, num_in, num_out, repeated = np.array(sums).T
+    assert np.median(num_turns) == pytest.approx(43, rel=0.1)
+    assert np.median(num_in) == pytest.approx(142_000, rel=0.1)
+    assert np.median(num_out) == pytest.approx(444, rel=0.1)
+    assert np.median(repeated / num_in) == pytest.approx(0.96, abs=0.01)
+    small = [*agent_sessions(3, 1.0, length_factor=0.02, seed=2)]
+    report = simulate(make_scheduler(10_000), small, CostModel(1.0, 0.0, 0.0))
+    assert report.hit_rate > 0.8
+    # No two turns of a session overlap: the steps' seconds and the pauses add up.
+    (talk,) = (one for one in sessions[:1])
+    alone = [turn._replace(num_output_tokens=2) for turn in talk]
+    report = simulate(make_scheduler(10_000), alone, CostModel(1.0, 0.0, 0.0))
+    assert report.seconds == pytest.approx(2 * len(talk) + sum(turn.pause for turn in talk))
+    assert report.latency.tolist() == pytest.approx([2.0] * len(talk))
+
+
 GOOD = {"arrival_time": 0.0, "num_prompt_tokens": 3, "num_output_tokens": 2}
 
 
@@ -282,13 +376,17 @@ GOOD = {"arrival_time": 0.0, "num_prompt_tokens": 3, "num_output_tokens": 2}
         ("[1]", "mapping"),
         (json.dumps({"arrival_time": 0.0}), "num_prompt_tokens"),
         (json.dumps(GOOD | {"colour": 1}), "colour"),
-        (json.dumps(GOOD | {"num_prompt_tokens": 0}), "at least 1"),
-        (json.dumps(GOOD | {"num_output_tokens": 1.5}), "num_output_tokens must be an integer, got 1.5"),
+        (json.dumps(GOOD | {"num_prompt_tokens": 0}), "num_prompt_tokens must be .* got 0"),
+        (json.dumps(GOOD | {"num_output_tokens": 1.5}), "num_output_tokens must be an integer .* got 1.5"),
+        (json.dumps(GOOD | {"hash_ids": ["a"]}), "hash_ids"),
+        (json.dumps(GOOD | {"hash_ids": 3}), "not iterable"),
+        (json.dumps(GOOD | {"pause": -1}), "pause"),
+        (json.dumps({"timestamp": 5}), "num_prompt_tokens"),
         (json.dumps(GOOD | {"arrival_time": -1}), "arrival_time"),
         (json.dumps(GOOD | {"arrival_time": "1"}), "arrival_time"),
         (json.dumps(GOOD | {"arrival_time": float("nan")}), "arrival_time"),
-        (json.dumps(GOOD | {"prefix": "a", "num_prefix_tokens": 4}), "must fit into the prompt, got 4"),
-        (json.dumps(GOOD | {"num_prefix_tokens": 2}), "needs a prefix"),
+        (json.dumps(GOOD | {"prefix": "a", "num_prefix_tokens": 4}), "num_prefix_tokens must be .*, got 4"),
+        (json.dumps(GOOD | {"num_prefix_tokens": 2}), "num_prefix_tokens must be .*, got 2"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(tmp_path, line, message):
@@ -317,7 +415,7 @@ def test_the_command_compares_settings_row_by_row_and_draws(tmp_path, run_lab):
     rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
     names = ["40/s, budget 128", "40/s, budget 512", "80/s, budget 128", "80/s, budget 512"]
     assert [row[0] for row in rows[2:]] == [f"| {name}" for name in names]
-    assert rows[0][1].startswith("TTFT")
+    assert rows[0][1].startswith("latency")
     assert len({tuple(row[1:]) for row in rows[2:]}) == 4  # each setup was served on its own
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -339,9 +437,9 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatc
     costs = re.search(r"--cost (\S+)", printed)[1].split(",")
     assert len(costs) == 3
     assert float(costs[0]) > 0
-    measured, simulated = calibrations[0].measured, calibrations[0].simulated
-    assert calibrations[0].step_error > 0
-    assert measured.num_requests == simulated.num_requests >= 10
+    cost, _, others, measured, simulated = calibrations[0]
+    assert cost.error(others) > 0
+    assert len(measured.ttft) == len(simulated.ttft) >= 10
     assert measured.num_output_tokens == simulated.num_output_tokens > 0
     assert measured.busy_seconds > 0
 
@@ -349,11 +447,11 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rate", "1,0"], "must be above 0, got 0"),
+        (["--rate", "1,0"], "must be a number in (0, "),
         (["--rate", "x"], "could not convert"),
-        (["--scheduling-policy", "fcfs,fastest"], "got 'fastest'"),
-        (["--scheduling-policy", "ageing"], "ageing:SECONDS_PER_TOKEN"),
-        (["--max-num-batched-tokens", "0"], "must be at least 1, got 0"),
+        (["--scheduler-cls", "fcfs,fastest"], "must be fcfs, shortest, "),
+        (["--scheduler-cls", "json:loads"], "must be a subclass"),
+        (["--max-num-batched-tokens", "0"], "must be an integer in [1, "),
         (["--prompt", "9-3"], "LOW must be at most HIGH"),
         (["--cost", "1,2"], "three numbers"),
         (["--cost", "0,1,1"], "the first above 0"),
@@ -362,9 +460,10 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatc
         (["--fit", "model", "--cost", "1,1,1"], "not allowed with"),
     ],
 )
-def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, capsys):
+def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(lab_command, "simulate", None)
     with pytest.raises(SystemExit):
-        parse_arguments(arguments)
+        main(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -375,12 +474,15 @@ class Last(Scheduler):
         return waiting[-1]
 
 
-def test_the_command_compares_scheduler_classes(capsys):
-    names = "nanoengine.engine:Scheduler", "tests.lab.test_lab:Last"
-    lab_command.main(["--num-requests", "60", "--max-num-seqs", "2", "--scheduler-cls", ",".join(names)])
-    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [row[1].strip() for row in rows[-2:]] == [*names]
-    assert rows[-2][2:] != rows[-1][2:]
-    with pytest.raises(SystemExit):
-        lab_command.main(["--scheduler-cls", "json:loads"])
-    assert "must be a subclass" in capsys.readouterr().err
+def test_the_command_compares_policies_and_other_classes_in_one_table(run_lab):
+    names = *POLICIES, "tests.lab.test_lab:Last"
+    flags = "--agent-sessions 9 --length-factor 0.1 --cost 0.1,0.001,0 --num-kv-blocks 60 --max-num-seqs 2"
+    printed = run_lab(*flags.split(), "--scheduler-cls", ",".join(names)).out
+    head, _, *rows = [line.split("|") for line in printed.splitlines() if line.startswith("| ")]
+    assert [row[1].strip() for row in rows] == [*names]
+    assert len({tuple(row[2:]) for row in rows}) >= 3
+    columns = {name.strip(): place for place, name in enumerate(head)}
+    hits, best = ([float(row[columns[name]].strip(" %")) for row in rows] for name in ("hits", "Belady"))
+    assert all(0 < one <= most for one, most in zip(hits, best, strict=True))
+    assert "goodput" in columns
+    assert "recomputed" in columns
