@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, nargs=2, default=[32, 128], metavar=("MIN", "MAX"))
     parser.add_argument("--output-len", type=int, nargs=2, default=[32, 128], metavar=("MIN", "MAX"))
+    parser.add_argument("--receipt", action="store_true", help="show where the seconds of one more run went")
     args = parser.parse_args()
     llm = LLM(args.model)
     vocab = range(llm.llm_engine.checkpoint.vocab_size)
@@ -41,6 +42,12 @@ def main() -> None:
     for kind in "output", "prompt":
         result[f"{kind}_tokens_per_s"] = result[f"{kind}_tokens"] / seconds
         print(f"{result[f'{kind}_tokens']} {kind} tokens, {result[f'{kind}_tokens_per_s']:.0f} a second")
+    if args.receipt:
+        from nanoengine.extensions.receipt import show
+
+        llm.receipt()  # records from now on
+        serve(args.num_requests)
+        print(show(llm.receipt()))
     print(json.dumps({"model": args.model, **result}))
 
 

@@ -17,8 +17,8 @@ from benchmarks.machine import machine
 from benchmarks.models import write_shape
 from benchmarks.workers import Worker, start_worker
 from nanoengine.cli.bench import percentiles
-from nanoengine.cli.roofline import roofline_seconds
 from nanoengine.cli.workloads import SHAPES, Workload
+from nanoengine.extensions.roofline import roofline_seconds
 
 LATENCIES = ("ttft", "tpot", "itl")
 # Engine -> the function that converts the checkpoint and the settings for it.

@@ -118,7 +118,7 @@ def load_transformers(settings: dict[str, Any]) -> Run:
 
 def load_limits(settings: dict[str, Any]) -> Run:
     """Return a run that measures the machine's memory bandwidth and matrix rate."""
-    from nanoengine.cli.roofline import measure_limits
+    from nanoengine.extensions.roofline import measure_limits
 
     return lambda prompts, output_lens: measure_limits(settings["dtype"], settings["device"])
 

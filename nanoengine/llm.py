@@ -109,14 +109,10 @@ class LLM(AbstractContextManager["LLM"]):
             ValueError: the tokenizer has no chat template, or a content is not text. `generate` lists others.
         """
         refuse_unserved(self.chat, unserved)
-        settings: dict[str, Any] = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            **(chat_template_kwargs or {}),
-        }
-        prompts = self.render_chat(messages, **settings)
+        settings: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
+        settings["add_generation_prompt"] = add_generation_prompt
+        settings["continue_final_message"] = continue_final_message
+        prompts = self.render_chat(messages, **settings | (chat_template_kwargs or {}))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def render_chat(self, messages: Sequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
@@ -172,6 +168,12 @@ class LLM(AbstractContextManager["LLM"]):
     def get_metrics(self) -> list["Metric"]:
         """Return the metrics of `LLMEngine.get_metrics`."""
         return list(self.llm_engine.get_metrics())
+
+    def receipt(self) -> dict[str, Any]:
+        """Return where the seconds of the last run went. The first call begins to record: see receipt.py."""
+        from nanoengine.extensions.receipt import recorder_of
+
+        return recorder_of(self.llm_engine.core, self.llm_engine.started).receipt()
 
     @property
     def scheduler(self) -> Scheduler:

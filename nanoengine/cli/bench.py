@@ -4,7 +4,9 @@ nanoengine bench                                # Qwen3-0.6B's shape with random
 nanoengine bench --workload decode --repeats 5
 nanoengine bench --model Qwen/Qwen3-0.6B        # a checkpoint
 
-The last line printed is one JSON object. To compare engines, in a clone: python -m benchmarks --help
+It also prints a receipt: where the seconds of one more run went, beside the least that each item could take.
+The last line is one JSON object: the results or, with --json, the receipt. To compare engines, in a clone:
+python -m benchmarks --help
 """
 
 import argparse
@@ -21,8 +23,9 @@ from typing import Any
 import torch
 
 from nanoengine import LLM, RequestOutputKind, SamplingParams
-from nanoengine.cli.roofline import measure_limits, roofline_seconds
 from nanoengine.cli.workloads import SHAPES, WORKLOADS
+from nanoengine.extensions.receipt import recorder_of, show
+from nanoengine.extensions.roofline import roofline_seconds
 from nanoengine.flags import FlexibleArgumentParser
 
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -64,8 +67,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
     All requests arrive at once. Latencies are the 50th, 90th and 99th percentile, in seconds.
     """
-    workload, device = WORKLOADS[args.workload], llm.llm_engine.runner.device.device
-    dtype = llm.llm_engine.started.loaded.dtype
+    workload, dtype = WORKLOADS[args.workload], llm.llm_engine.started.loaded.dtype
     vocab_size = llm.llm_engine.checkpoint.vocab_size
     prompt_lens, output_lens = workload.lengths()
     serve(llm, workload.prompts("warm-up", vocab_size)[:8], [8] * min(8, workload.num_requests))
@@ -78,7 +80,9 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         first_tokens += [times[0] for times in stamps]
         gaps += [after - before for times in stamps for before, after in pairwise(times)]
 
-    limits = measure_limits(str(dtype).removeprefix("torch."), device.type)
+    recorder = recorder_of(llm.llm_engine.core, llm.llm_engine.started)
+    serve(llm, workload.prompts("receipt", vocab_size), output_lens)
+    receipt, limits = recorder.receipt(), recorder.limits
     bandwidth, flops = limits["bandwidth"], max(limits["flops"].values())
     rates = {"bandwidth": bandwidth, "flops": flops, "itemsize": dtype.itemsize}
     config, lengths = llm.llm_engine.checkpoint.decoder_config, (prompt_lens, output_lens, workload.shared)
@@ -101,7 +105,8 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     for name, value in result.items():
         values = value if isinstance(value, list) else [value]
         print(f"{name:20}", *(f"{v:.4g}" if isinstance(v, float) else v for v in values))
-    return result
+    print(f"\nwhere the seconds of one more run went\n{show(receipt)}\n")
+    return receipt if args.json else result
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -115,6 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--scheduler-cls", metavar="MODULE:CLASS", help="a subclass of `Scheduler`")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print the receipt as the last line")
     parser.add_argument("--threads", type=int, help="default: one per CPU, or what a CPU quota allows")
     args = parser.parse_args(arguments)
     if args.repeats < 1 or (args.threads is not None and args.threads < 1):

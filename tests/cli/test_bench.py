@@ -23,8 +23,8 @@ from benchmarks.machine import machine
 from benchmarks.report import hardware
 from benchmarks.runs import measurements
 from nanoengine import LLM, SamplingParams
-from nanoengine.cli.roofline import measure_limits, roofline_seconds
 from nanoengine.cli.workloads import SHAPES, WORKLOADS, Workload, parse_custom
+from nanoengine.extensions.roofline import measure_limits, roofline_seconds
 from tests.helpers import DEMO, open_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def layers_on_a_clock(monkeypatch, rates, launch_s=0.0):
             work = 2 * len(x) * self.weight.numel()
             wait(max(launch_s, self.weight.nbytes / bytes_per_s, work / flops_per_s))
 
-    monkeypatch.setattr("nanoengine.cli.roofline.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("nanoengine.extensions.roofline.time", SimpleNamespace(perf_counter=lambda: now[0]))
     return Layer, wait
 
 
@@ -162,7 +162,7 @@ def test_the_limits_of_a_gpu_are_not_those_of_its_launches(monkeypatch):
     """A layer's launch takes 6 microseconds, and the wait for the end 30."""
     rates = dict.fromkeys((torch.bfloat16, torch.float32), (4.8e12, 700e12))
     layer_class, wait = layers_on_a_clock(monkeypatch, rates, launch_s=6e-6)
-    monkeypatch.setattr("nanoengine.cli.roofline.nn.Linear", layer_class)
+    monkeypatch.setattr("nanoengine.extensions.roofline.nn.Linear", layer_class)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: wait(30e-6))
     limits = measure_limits("bfloat16", "meta")
     assert limits["bandwidth"] == pytest.approx(4.8e12, rel=0.07)
