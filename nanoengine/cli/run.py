@@ -13,6 +13,7 @@ from typing import Any
 from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.cli.terminal import cut_mark, in_a_terminal, make_parser
 from nanoengine.config import EngineConfig
+from nanoengine.extensions.receipt import show
 from nanoengine.flags import settings_of
 from nanoengine.viewer.trace_page import save
 
@@ -95,9 +96,13 @@ def main(arguments: list[str] | None = None) -> None:
                 settings, questions = TRACED_SETTINGS | settings, TRACED_QUESTIONS
                 generate = generate_in_steps
         with LLM(**{"max_num_seqs": len(questions)} | settings) as llm:  # the cache is sized for them
+            is_page = bool(args.trace) and args.trace.endswith(".html")
+            if is_page:
+                llm.receipt()  # records from now on
             ask(llm, questions, params, generate)
+            receipt = show(llm.receipt()) if is_page else ""
         if args.trace:
-            save(events, args.trace)
+            save(events, args.trace, receipt=receipt)
             print(f"\n{args.trace} shows {len(events) - 1} steps")
 
 

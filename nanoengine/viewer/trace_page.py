@@ -12,6 +12,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterable, Iterator
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from nanoengine.extensions.trace import VERSION, Event
 from nanoengine.flags import FlexibleArgumentParser
 
 PAGE = files("nanoengine.viewer").joinpath("page")
+RECEIPT = '<section class=card><h2>Where the time went</h2><pre style="overflow-x:auto">{}</pre></section>'
 LESSON = "03-paging.md"  # if this lesson is in the page's directory, all lessons are
 
 
@@ -50,17 +52,17 @@ def load(path: str | Path) -> list[Event]:
     return events
 
 
-def save(events: Iterable[Event], path: str | Path, model: Any = None) -> None:
+def save(events: Iterable[Event], path: str | Path, model: Any = None, receipt: str = "") -> None:
     """Write a trace in the format of the name's ending: .jsonl, .html (a page), .json (Chrome trace events).
 
-    With a model, as `pack_model` returns it, the page runs the engine.
+    With a model, as `pack_model` returns it, the page runs the engine. It shows the receipt, if there is one.
 
     Raises:
         ValueError: the ending is another one.
     """
     path = Path(path)
     if path.suffix == ".html":
-        text = page(events, ".md" if (path.parent / LESSON).exists() else "", model)
+        text = page(events, ".md" if (path.parent / LESSON).exists() else "", model, receipt)
     elif path.suffix == ".json":
         text = json.dumps({"traceEvents": list(chrome_events(events)), "displayTimeUnit": "ms"})
     elif path.suffix == ".jsonl":
@@ -70,13 +72,14 @@ def save(events: Iterable[Event], path: str | Path, model: Any = None) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def page(events: Iterable[Event], lessons: str = "", model: Any = None) -> str:
+def page(events: Iterable[Event], lessons: str = "", model: Any = None, receipt: str = "") -> str:
     """Return a trace as one self-contained HTML page, which works offline.
 
     Args:
         events: the trace.
         lessons: the file ending of the lessons in the page's directory, to which it links; "": no links.
         model: what `pack_model` returns, for a page that runs the engine; None: it shows the trace.
+        receipt: where the run's seconds went, as a table in text.
     """
 
     def embed(value: Any) -> str:
@@ -90,6 +93,7 @@ def page(events: Iterable[Event], lessons: str = "", model: Any = None) -> str:
     code = join("state.js", "story.js", "draw.js", "run.js", *(["live.js"] if is_live else []))
     parts = {
         "style": join("page.css"),
+        "receipt": receipt and RECEIPT.format(escape(receipt)),
         "words": embed(json.loads(join("words.json"))),
         "model": embed(model),
         "trace": "[" + ",\n".join(map(embed, events)) + "]",

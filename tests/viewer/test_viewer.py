@@ -24,6 +24,7 @@ from nanoengine.extensions.trace import Tracer
 from nanoengine.extensions.windows import WindowedBlockManager
 from nanoengine.viewer import trace_page as viewer
 from tests.browser import chromium
+from tests.extensions.test_receipt import LIMITS
 from tests.helpers import DEMO, is_busy, make_scheduler, make_sequence, run_step
 from tests.laws import tables_of
 from tests.serving import wait_until
@@ -68,6 +69,7 @@ def recorded_page(tmp_path_factory):
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("run.html"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
+        patch.setattr("nanoengine.extensions.receipt.measure_limits", lambda *_: LIMITS)
         patch.chdir(folder)
         run.main(COMMAND.split()[2:])
     return folder / "docs" / "run.html"
