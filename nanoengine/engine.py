@@ -25,8 +25,7 @@ Glossary:
     block_table     a sequence's blocks: the i-th holds its tokens [i * block_size, (i + 1) * block_size)
     slot            one token's place in the cache. With block_size 4 and block_table [7, 2], the token at
                     position 5 is at offset 1 of block_table[1], which is block 2: slot 2 * 4 + 1 = 9
-    computed        a token with K and V in the cache. It counts as computed as soon as a step is to compute
-                    it, because K and V will be in the cache before a later step reads them
+    computed        a token whose K and V are in the cache, or will be once all scheduled steps have run
     registered      a full block that the prefix cache can find
     hit             a registered block that a sequence reuses when it is admitted. It was computed for another
                     sequence, or for this one before a preemption. Its tokens are called hits too
@@ -60,7 +59,7 @@ from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, map_slots, pad_tables, send_inputs
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.sampling.logprobs import Logprobs, Reports, report_prompts
-from nanoengine.sampling.sampler import MAX_ROWS, CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
+from nanoengine.sampling.sampler import MAX_ROWS, CachedRows, RowProcessor, Sample, read_tokens, why_no_token
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.timing import Stopwatch
 
@@ -133,7 +132,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of known tokens, or one more if all known ones are computed: that one is pending."""
+        """The number of known tokens or, if all of them are computed, num_computed_tokens + 1."""
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
         return num_known if num_known > num_computed else num_computed + 1
 
@@ -338,9 +337,9 @@ class BlockManager:
     def register_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Register each block that the first num_tokens tokens fill. Those tokens must be known.
 
-        Blocks may be registered when the step that fills them is scheduled, before it runs. Hits on them are
-        safe: in that step, each layer writes the K and V of the whole batch before any sequence attends, and
-        the device runs steps in order. If the step fails, `clear` removes the registration.
+        Blocks may be registered when the step that fills them is scheduled, before it runs. Another sequence
+        may hit them, even in that step: each layer writes the K and V of the whole batch before any sequence
+        attends, and the device runs steps in order. If the step fails, `clear` removes the registration.
         """
         if not self.enable_prefix_caching:
             return
@@ -408,14 +407,17 @@ class BlockManager:
 
 
 class Chunk(NamedTuple):
-    """The tokens [start, end) of a sequence, to compute in a step. A draft token is a chunk of its own."""
+    """The tokens [start, end) of a sequence, to compute in a step.
+
+    A draft token is a chunk of its own. `DraftingScheduler.update` drops the samples that follow a wrong one.
+    """
 
     seq: Sequence
     start: int
     end: int
     samples: bool  # whether a token is sampled after the last one; False: known tokens are left to compute
-    # Its [start:end] are the chunk's tokens, without a pending one. It is `seq.token_ids` itself, or with
-    # draft tokens a longer copy (extensions/speculate.py).
+    # token_ids[start:end] are the tokens of the chunk, but for a pending last one. The list is the sequence's
+    # own or, with draft tokens, a longer copy (extensions/speculate.py).
     token_ids: list[int]
 
 
@@ -471,7 +473,7 @@ class Scheduler:
         self.tell = self.block_manager.tell = tell
 
     def skip_unless(self, is_ready: Callable[[Sequence], bool]) -> None:
-        """From now on, leave a sequence out of each step while its grammar's mask, say, is not ready."""
+        """From now on, schedule a sequence only if is_ready(seq): structured outputs wait for their masks."""
         self.is_ready = is_ready
 
     def add(self, seq: Sequence) -> None:
@@ -497,15 +499,15 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            # At the limit, the last token is pending, and nothing is left to compute.
+            # At the limit, the step in flight samples the last token, which is never computed.
             if num_tokens < seq.max_num_tokens and (self.is_ready is None or self.is_ready(seq)):
                 if num_tokens > seq.capacity and not self._make_room(i):
                     continue  # the next sequence is at this index now
                 budget -= self._schedule_chunk(seq, num_tokens, budget, chunks)
             i += 1
 
-        # Admit nothing after a preemption: blocks are scarce, and the preempted sequence's token may be in
-        # flight. Admitted now, it would sample that token again. Before the next call, `update` appends it.
+        # Admit nothing after a preemption: blocks are scarce, and the preempted sequence's last token may be
+        # in flight. It would be sampled again. By the next step, `update` has appended it.
         may_admit = num_preemptions == self.num_preemptions
         waiting = self.waiting if self.is_ready is None else [*filter(self.is_ready, self.waiting)]
         while may_admit and waiting and budget > 0 and len(self.running) < self.max_num_seqs:
@@ -588,7 +590,7 @@ class Scheduler:
         if self.tell is not tell_nobody:  # saves a call per sequence and step
             self.tell("sampled", seq, token_id)
         if token_id is None:
-            self.finish(seq, "error", why_undrawn(seq.processors))
+            self.finish(seq, "error", why_no_token(seq.processors))
             return
         seq.token_ids.append(token_id)
         is_stop_id = token_id in seq.stop_ids  # then the token has no text
@@ -615,8 +617,8 @@ class Scheduler:
     def recover(self) -> None:
         """After a failed step, clear the cache and put every running sequence back into the waiting queue.
 
-        The failure counts for the sequence being admitted, or else for all running ones, or if none runs, for
-        all waiting ones. A sequence for which two count, with no token in between, finishes with "error".
+        The failure is blamed on the sequence being admitted, or else on all running ones, or else on all
+        waiting ones. One that is blamed twice without a new token in between finishes with "error".
         """
         self.tell("failed")
         failed = [self.admitting] if self.admitting else self.running or self.waiting
@@ -729,7 +731,7 @@ class Sampled(NamedTuple):
 class ModelRunner:
     """Owns the model, the KV cache and the device, and turns a batch into sampled tokens.
 
-    What these calls do depends on the device. At startup it makes `forward`, which holds any CUDA graphs:
+    The device supplies these calls. `forward` is made with the caches, and holds the CUDA graphs, if any:
 
         device.running()          a `with` block around all computation: it may pin threads to cores
         device.send(arrays)       returns a step's arrays as device tensors, without waiting for the copy
@@ -743,7 +745,7 @@ class ModelRunner:
             compute_logits turns hidden states into logits. See models/decoder.py and models/hf.py.
         attention: builds a step's attention from its metadata. See backends/paged_attention.py.
         sample: samples one token from each row of logits, as sampler.py's `sample_rows` does.
-        sampling_rows: the settings for each sampled token, cached for consecutive steps.
+        sampling_rows: what `sample` needs of each sampled token and of all together, cached between steps.
         before_forward: called just before each forward pass.
     """
 
@@ -765,7 +767,7 @@ class ModelRunner:
         self.set_caches([])
 
     def set_caches(self, caches: list[KVCache], capture: Callable[[], Forward] = Forward) -> None:
-        """Compute with these caches, one per layer, and with the `forward` that `capture` makes for them."""
+        """Set the caches, one per layer, and the `forward` that `capture` makes for them."""
         self.caches = caches
         self.forward = capture()
 
@@ -790,17 +792,18 @@ class ModelRunner:
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
                 return Launch(batch, None, None, Reports([], prompt_reports))
-            # At most MAX_ROWS rows at a time: a row of logits is as wide as the vocabulary.
-            drawn, reports = [], Reports([], prompt_reports)
+            # At most MAX_ROWS tokens at a time: a row of logits is as wide as the vocabulary.
+            results: list[Tensor] = []
+            reports = Reports([], prompt_reports)
             parts = torch.split(hidden[inputs.sample_rows], MAX_ROWS)
             for part, (rows, settings) in zip(parts, self.sampling_rows.parts(batch, inputs), strict=True):
                 logits = compute_logits(part)
                 self.stopwatch.lap("forward")
                 tokens, logprob_tables = self.sample(logits, rows, settings, download)
-                drawn.append(tokens)
+                results.append(tokens)
                 reports.of_samples.extend(logprob_tables)
                 self.stopwatch.lap("sample")
-            tokens = torch.cat(drawn)
+            tokens = torch.cat(results)
             return Launch(batch, tokens, download(tokens), reports)
 
     @torch.inference_mode()
@@ -820,7 +823,7 @@ class ModelRunner:
         return build_inputs(batch, self.block_size, before)
 
     def compute(self, inputs: ModelInputs[Tensor], model: Any = None) -> Tensor:
-        """Return hidden states, (T, E), by default of its model. Rows not in needed_rows may be zeros."""
+        """Return hidden states, (T, E), of this model or its own. Rows not in needed_rows may be zeros."""
         attention = self.attention.build(inputs.metadata, self.block_size)
         hidden: Tensor = (model or self.model)(inputs.input_ids, inputs.positions, self.caches, attention)
         return hidden
@@ -855,13 +858,10 @@ class EngineCore:
         self.num_steps = 0  # number of collected steps
 
     def step(self) -> Collected | None:
-        """Launch a step, and collect the oldest one if more than `max_in_flight` are in flight then.
-
-        If the host needs the tokens in flight before the launch, this call only collects them. If it launched
-        as well and the launch raised, what it collected would be lost. After an exception, call `recover`.
-        """
+        """Launch a step, and collect the oldest one if it is due. After an exception, call `recover`."""
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here
-        # Bad words and processors need all earlier tokens on the host.
+        # Bad words and processors need all earlier tokens on the host. Do not launch a step as well: if that
+        # raised, the collected results would be lost.
         if before is not None and any(seq.bad_words or seq.processors for seq in before.batch.sampled_seqs):
             return self.collect()
         stopwatch = self.runner.stopwatch

@@ -25,7 +25,7 @@ from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import Collected, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, emptied_by, random_seed
-from nanoengine.sampling.sampler import UNDRAWN, why_undrawn
+from nanoengine.sampling.sampler import UNDRAWN, why_no_token
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
 from nanoengine.thread_ownership import Owner
@@ -399,7 +399,8 @@ class LLMEngine:
             self.num_generation_tokens += request.take_tokens(seq, of_samples.get(seq.seq_id, ()), now)
             if math.isnan(request.samples[seq.seq_id].cumulative_logprob):
                 self._fail(seq)
-            if seq.stop_reason == why_undrawn(()) and (reason := emptied_by(seq, self.checkpoint.vocab_size)):
+            is_empty = seq.finish_reason == "error" and seq.stop_reason == why_no_token(())
+            if is_empty and (reason := emptied_by(seq, self.checkpoint.vocab_size)):
                 seq.stop_reason = UNDRAWN + reason
         self._hand_over(requests.values())
         stopwatch.lap("update")

@@ -67,7 +67,7 @@ class RowProcessor(Protocol):
 UNDRAWN = "no token could be sampled: "
 
 
-def why_undrawn(processors: Sequence[RowProcessor]) -> str:
+def why_no_token(processors: Sequence[RowProcessor]) -> str:
     """Return an error message for a sequence with these processors that received no token."""
     reason = next((one.failure for one in processors if one.failure is not None), None)
     return UNDRAWN + (reason or "the logits are NaN or infinite, or no token is allowed")

@@ -34,7 +34,12 @@ GEMMA3 = (
 )
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
-MINIMAX = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
+MINIMAX: dict[str, object] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "head_dim": 16,
+}
 MINIMAX |= {"rope_parameters": BASES[1e4]}
 WIDE = {"feed_forward_length": 256}  # four times the hidden size
 # family -> (class, fields of the config, fields of the header in addition to SIZES)
@@ -331,7 +336,7 @@ def test_a_field_that_would_change_the_model_is_refused_by_its_name(family, head
         GGUFFile(path).read_config()
 
 
-IGNORED = {
+IGNORED: dict[str, object] = {
     "use_parallel_residual": True,
     "rope.scaling.finetuned": True,
     "expert_count": 0,
