@@ -15,7 +15,7 @@ import transformers
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.chat.templates import apply_template
-from nanoengine.checkpoints import checkpoint
+from nanoengine.checkpoints import checkpoint, tokenizer
 from nanoengine.checkpoints.safetensors_files import as_value_error
 from nanoengine.config import EngineConfig
 from nanoengine.signals import _Delay, uninterrupted
@@ -188,7 +188,7 @@ def out_of_time():
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_timeout_while_a_checkpoint_is_read_is_no_error_of_the_checkpoint(fails, limit, monkeypatch):
     error = KeyError("no") if fails else None
-    places = (transformers.AutoConfig, "from_pretrained"), (checkpoint.AutoTokenizer, "from_pretrained")
+    places = (transformers.AutoConfig, "from_pretrained"), (tokenizer.AutoTokenizer, "from_pretrained")
     for owner, name in (*places, (checkpoint.DecoderConfig, "from_hf")):
         with monkeypatch.context() as patch:
             alarm_in(owner, name, patch, error)

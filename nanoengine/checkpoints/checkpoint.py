@@ -4,12 +4,10 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer
 
 from nanoengine.checkpoints.decoder_config import (
     SUPPORTED_ARCHITECTURES,
@@ -25,6 +23,7 @@ from nanoengine.checkpoints.safetensors_files import (
     read_config,
     read_json,
 )
+from nanoengine.checkpoints.tokenizer import TOKENIZER_FILES, load_tokenizer
 from nanoengine.config import EngineConfig
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
@@ -35,7 +34,6 @@ if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that nee
 
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
 # Ends of the names of classes that generate no text. Other pooling models have a modules.json.
@@ -206,14 +204,14 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     quantization, decoder_config = _choose_code(path, whole, part, config.model_impl)
     if config.tokenizer is not None:
         home = _resolve(str(config.tokenizer), None, for_tokenizer=True)
-        tokenizer = _load_tokenizer(home, config.trust_remote_code)
+        tokenizer = load_tokenizer(home, config.trust_remote_code)
         if tokenizer is None:
             raise ValueError(
                 f"tokenizer {str(config.tokenizer)!r} holds none of {', '.join(TOKENIZER_FILES)}"
             )
     else:
         with phase("tokenizer"):
-            tokenizer = _load_tokenizer(path, config.trust_remote_code, gguf)
+            tokenizer = load_tokenizer(path, config.trust_remote_code, gguf)
     hf_config, eos = whole if part is None else part, list[int]()
     for name, ids in (
         ("the tokenizer", getattr(tokenizer, "eos_token_id", None)),
@@ -282,31 +280,6 @@ def _stated_eos(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) 
             inner = [one[name] if isinstance(one.get(name), dict) else {} for one in (fields, overrides)]
             stated += _stated_eos(part, *inner)
     return [*stated, (fields | overrides).get("eos_token_id")]
-
-
-@uninterrupted()  # any exception of the tokenizer counts, and none of a signal's handler
-def _load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" = None) -> Any:
-    """Return the tokenizer of a directory or a GGUF file, or None if there is none."""
-    if path.is_file():
-        from nanoengine.checkpoints.gguf_tokenizer import load_gguf_tokenizer
-
-        return load_gguf_tokenizer(_open_gguf(path) if gguf is None else gguf)
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    try:
-        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        loaded("")  # raise errors of its settings now
-    except BaseException as error:  # a panic in Rust is no Exception: see requests.panics_as_errors
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
-            raise
-        needs_model = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
-        if needs_model and find_spec("sentencepiece") is None:
-            hint = "pip install 'nanoengine[sentencepiece]'"
-            raise ValueError(f"the tokenizer.model in {path} needs sentencepiece: {hint}") from error
-        raise ValueError(f"the tokenizer in {path} cannot be used: {error}") from error
-    if not loaded.is_fast:
-        raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
-    return loaded
 
 
 def _open_gguf(path: Path) -> "GGUFFile":

@@ -202,7 +202,7 @@ def test_a_signal_while_the_tokenizer_loads_is_no_error_of_the_tokenizer(interru
         raise interrupt
 
     byte_tokenizer().save_pretrained(copy)
-    monkeypatch.setattr("nanoengine.checkpoints.checkpoint.AutoTokenizer.from_pretrained", interrupted)
+    monkeypatch.setattr("nanoengine.checkpoints.tokenizer.AutoTokenizer.from_pretrained", interrupted)
     with pytest.raises(interrupt):
         LLM(copy, num_kv_blocks=4)
 
@@ -291,12 +291,12 @@ def test_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
     def fail(*_, **__):
         raise ImportError("SentencePieceExtractor requires the SentencePiece library")
 
-    monkeypatch.setattr("nanoengine.checkpoints.checkpoint.AutoTokenizer.from_pretrained", fail)
-    monkeypatch.setattr("nanoengine.checkpoints.checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("nanoengine.checkpoints.tokenizer.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("nanoengine.checkpoints.tokenizer.find_spec", lambda name: None)
     (copy / "tokenizer.model").write_bytes(b"")
     refuse(copy, r"needs sentencepiece: pip install 'nanoengine\[sentencepiece\]'")
     (copy / "tokenizer.json").write_text("{}")
-    refuse(copy, "cannot be used: SentencePieceExtractor")  # there is a tokenizer.json, so another cause
+    refuse(copy, "cannot be used: Model missing")  # tokenizer.json is read first
 
 
 SCALED = {name: value for name, value in YARN.items() if name != "rope_theta"}

@@ -1,0 +1,178 @@
+"""Loads tokenizers. Where a directory has a tokenizer.json, that file decides the token ids.
+
+transformers rebuilds the tokenizers of some classes from their vocabulary, and drops the rest of the file.
+Its object serves chat templates and names the special tokens; what encodes and decodes is the file's.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer, normalizers
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nanoengine.checkpoints.safetensors_files import read_json
+from nanoengine.signals import uninterrupted
+
+if TYPE_CHECKING:  # at run time imported only for a GGUF file
+    from nanoengine.checkpoints.gguf import GGUFFile
+
+logger = logging.getLogger(__name__)
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
+BERT_FLAGS = {"do_lower_case": "lowercase", "tokenize_chinese_chars": "handle_chinese_chars"}
+BERT_FLAGS |= {"strip_accents": "strip_accents"}
+PROBES = " a", "a", "Don't  say\n\n\t12345 é日本\U0001f642 </s> x<s>y<|endoftext|>z\u2581a "
+
+
+@uninterrupted()  # any exception of the tokenizer counts, and none of a signal's handler
+def load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" = None) -> Any:
+    """Return the tokenizer of a directory or a GGUF file, or None if there is none."""
+    if path.is_file():
+        from nanoengine.checkpoints.gguf import GGUFFile
+        from nanoengine.checkpoints.gguf_tokenizer import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(GGUFFile(path) if gguf is None else gguf)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    is_stated = (path / "tokenizer.json").is_file()
+    try:
+        loaded = _load_stated(path, trust_remote_code) if is_stated else _load_auto(path, trust_remote_code)
+        loaded("")  # raise errors of its settings now
+        if not loaded.chat_template:
+            loaded.chat_template = read_json(path / "chat_template.json", default={}).get("chat_template")
+    except BaseException as error:  # a panic in Rust is no Exception: see requests.panics_as_errors
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        if not is_stated and (path / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+            hint = "pip install 'nanoengine[sentencepiece]'"
+            raise ValueError(f"the tokenizer.model in {path} needs sentencepiece: {hint}") from error
+        raise ValueError(f"the tokenizer in {path} cannot be used: {error}") from error
+    if not loaded.is_fast:
+        raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
+    return loaded
+
+
+def _load_auto(path: Path, trust_remote_code: bool) -> Any:
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _load_stated(path: Path, trust_remote_code: bool) -> Any:
+    """Return transformers' tokenizer around the one that tokenizer.json describes."""
+    backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+    backend.no_truncation()
+    backend.no_padding()
+    loaded: Any = None
+    try:
+        loaded = _load_auto(path, trust_remote_code)
+    except Exception as error:  # of a class that needs more than the file, for example
+        logger.warning("%s: AutoTokenizer fails (%s), tokenizer.json is used", path, error)
+    if not isinstance(loaded, PreTrainedTokenizerFast):  # such as mistral-common's
+        loaded = PreTrainedTokenizerFast.from_pretrained(path)
+    settings = read_json(path / "tokenizer_config.json", default={})
+    settings = {name: value for name, value in settings.items() if value is not None}
+    _add_tokens(backend, loaded, path, settings)
+    for name, token in loaded.special_tokens_map.items():
+        if backend.token_to_id(token) is None:  # a default of the class
+            setattr(loaded, name, None)
+    _apply_flags(backend, settings)
+    _set_ends(backend, loaded, settings)
+    with suppress(Exception):  # a small vocabulary has no tokens for some texts
+        if any(loaded(text).input_ids != backend.encode(text).ids for text in PROBES):
+            name = type(loaded).__name__
+            logger.warning(
+                "%s: tokenizer.json is followed, transformers' %s gives other token ids", path, name
+            )
+    loaded._tokenizer = backend
+    return loaded
+
+
+def _add_tokens(backend: Tokenizer, loaded: Any, path: Path, settings: dict[str, Any]) -> None:
+    """Add the tokens that stand only in the files beside tokenizer.json, with the ids that these state."""
+    ids = dict(read_json(path / "added_tokens.json", default={}))
+    ids |= {one["content"]: int(i) for i, one in (settings.get("added_tokens_decoder") or {}).items()}
+    named = {*_strings(settings), *_strings(read_json(path / "special_tokens_map.json", default={}))}
+    named -= {loaded.pad_token, loaded.unk_token} - {*ids}  # these may be ordinary tokens of the vocabulary
+    added = {*backend.get_added_tokens_decoder()}
+    for _, token in sorted(loaded.added_tokens_decoder.items()):
+        own_id = backend.token_to_id(token.content)
+        if own_id in added or token.content not in ids.keys() | named:
+            continue
+        if own_id is None:
+            own_id = max([backend.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
+        if ids.get(token.content, own_id) == own_id:
+            backend.add_tokens([token])
+            added.add(own_id)
+        else:
+            place = token.content, ids[token.content]
+            logger.warning("%s: tokenizer.json has no place for the token %r at %d", path, *place)
+
+
+def _strings(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    for one in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _strings(one)
+
+
+def _apply_flags(backend: Tokenizer, settings: dict[str, Any]) -> None:
+    """Follow the flags of tokenizer_config.json."""
+    is_added, spelled, has_prefix = settings.get("add_prefix_space"), False, False
+    for name in "normalizer", "pre_tokenizer", "decoder":
+        part = getattr(backend, name)
+        state = {} if part is None else json.loads(part.__getstate__())
+        before = json.dumps(state)
+        for step in _steps(state):
+            kind = step["type"]
+            spelled |= step == {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+            has_prefix |= kind in ("Metaspace", "Prepend")
+            if kind == "BertNormalizer":
+                step |= {BERT_FLAGS[flag]: settings[flag] for flag in BERT_FLAGS.keys() & settings.keys()}
+            elif is_added is None:
+                continue
+            elif kind == "ByteLevel":
+                step["add_prefix_space"] = is_added
+            elif kind == "Metaspace" and is_added != (step["prepend_scheme"] != "never"):
+                step["prepend_scheme"] = "first" if is_added else "never"
+            elif kind == "Prepend" and not is_added:
+                step["prepend"] = ""
+            elif kind == "Strip" and name == "decoder" and not is_added:
+                step["start"] = 0
+        if (after := json.dumps(state)) != before:
+            part.__setstate__(after.encode())
+            setattr(backend, name, part)
+    if is_added and spelled and not has_prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), backend.normalizer])
+
+
+def _steps(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a step of a tokenizer and the steps in it, as the library saves them."""
+    if state:
+        yield state
+    for inner in chain(*(state.get(name) or () for name in ("normalizers", "pretokenizers", "decoders"))):
+        yield from _steps(inner)
+
+
+def _set_ends(backend: Tokenizer, loaded: Any, settings: dict[str, Any]) -> None:
+    """Follow add_bos_token and add_eos_token where they are given, and else the file's post-processor."""
+    for end in ("bos", "eos"):
+        token, is_added = getattr(loaded, f"{end}_token"), settings.get(f"add_{end}_token")
+        if token is None or is_added is None:
+            continue
+        encoding, token_id = backend.encode(token), backend.token_to_id(token)
+        inside = [i for i, part in enumerate(encoding.sequence_ids) if part is not None]
+        around: list[list[Any]] = [encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]]
+        if is_added == (token_id in around[end == "eos"]):
+            continue
+        own, others = [token_id] * is_added, [i for i in around[end == "eos"] if i != token_id]
+        around[end == "eos"] = own + others if end == "bos" else others + own
+        # A name in a template must not contain a colon, which tokens may.
+        before, after = ([f"x{i}" for i in ids] for ids in around)
+        used = [{"id": f"x{i}", "ids": [i], "tokens": [backend.id_to_token(i)]} for i in {*chain(*around)}]
+        single, second = ([*before, f"${text}", *after] for text in "AB")
+        backend.post_processor = TemplateProcessing(single=single, pair=single + second, special_tokens=used)
