@@ -1,22 +1,24 @@
-r"""Builds byte-level BPE tokenizers from GGUF files.
+r"""Builds tokenizers from GGUF files.
 
-A file names its pre-tokenizer, and llama.cpp has the regular expressions for each name. It approximates some
-of them, and quotes the originals of tokenizer.json in comments. TABLE has the originals.
+A file with byte-level tokens names its pre-tokenizer, and llama.cpp has regular expressions for each name.
+It approximates some of them, and quotes the originals of tokenizer.json in comments. TABLE has the originals.
 Source: llama.cpp's src/llama-vocab.cpp and src/unicode.cpp.
 """
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from nanoengine.checkpoints.gguf import CONTROL, UNKNOWN, USER_DEFINED, GGUFFile
 
-MAX_TOKEN_LENGTH = 4096  # transformers' time for a token grows with its square
+SPACE = "\u2581"  # in place of a space
+MAX_TOKEN_LENGTH = 4096  # the time for a token grows with its square
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 START = r"[^\r\n\p{L}\p{N}]?"  # at the start of a word: one character before its letters
 WORD = START + r"\p{L}+"
@@ -135,48 +137,122 @@ def pre_tokenizer(name: str) -> Any:
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
 
-def load_byte_level(file: GGUFFile) -> Any:
-    """Build the tokenizer of a file whose tokenizer.ggml.model is "gpt2"."""
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.strings("tokenizer.ggml.tokens"))]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) < len(tokens):
-        raise ValueError(f"{len(tokens) - len(vocab)} of its tokens are duplicates")
-    merges = []
-    for merge in file.strings(
-        "tokenizer.ggml.merges"
-    ):  # llama.cpp looks for a space after the first character
-        left, _, right = merge[1:].partition(" ")
-        merges.append((merge[:1] + left, right))
-    fields = file.fields
-    name = str(fields.get("tokenizer.ggml.pre"))
+def byte_level(file: GGUFFile, tokens: list[str], vocab: dict[str, int]) -> Tokenizer:
+    """Build a tokenizer whose tokens are bytes in GPT-2's spelling."""
+    name = _name(file)
     if name in NOT_BYTE_LEVEL:
         raise ValueError(f"its pre-tokenizer {name!r} is not supported")
     if name not in SPLITS:
         message = "%s: the pre-tokenizer %r is unknown, so tokens may be wrong; give tokenizer=..."
         logging.getLogger(__name__).warning(message, file.path, name)
         name = "default"
-    try:
-        backend = Tokenizer(BPE(vocab, merges, ignore_merges=name in IGNORE_MERGES))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"its merges do not fit its tokens: {error}") from error
+    backend = Tokenizer(BPE(vocab, _merges(file), ignore_merges=name in IGNORE_MERGES))
     backend.pre_tokenizer = pre_tokenizer(name)
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def sentence_piece(file: GGUFFile, tokens: list[str], vocab: dict[str, int]) -> Tokenizer:
+    """Build a tokenizer whose tokens have visible spaces. Characters without a token become bytes.
+
+    Without merges in the file, the two tokens are merged whose result has the highest score.
+    """
+    has_merges = file.fields["tokenizer.ggml.model"] == "gemma4"
+    merges = _merges(file) if has_merges else _merges_by_score(file, tokens, vocab)
+    unknown = file.token_id("unknown") or 0
+    model = BPE(
+        vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=tokens[min(unknown, len(tokens) - 1)]
+    )
+    backend = Tokenizer(model)
+    steps: list[Any] = [normalizers.Replace(" ", SPACE)]
+    parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.fields.get("tokenizer.ggml.add_space_prefix", not has_merges):
+        steps, parts = [normalizers.Prepend(SPACE), *steps], [*parts, decoders.Strip(" ", 1, 0)]
+    backend.normalizer, backend.decoder = normalizers.Sequence(steps), decoders.Sequence(parts)
+    if has_merges:
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    return backend
+
+
+def _merges(file: GGUFFile) -> list[tuple[str, str]]:
+    merges = []
+    for merge in file.strings("tokenizer.ggml.merges"):
+        left, _, right = merge[1:].partition(" ")  # as in llama.cpp, a space may be the first character
+        merges.append((merge[:1] + left, right))
+    return merges
+
+
+def _merges_by_score(file: GGUFFile, tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Return each way to merge two tokens into one, the highest score first."""
+    scores = file.fields.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise ValueError("tokenizer.ggml.scores must be an array with a number for each token")
+    longest = max(map(len, tokens))
+    if longest > MAX_TOKEN_LENGTH:
+        raise ValueError(f"a token is longer than {MAX_TOKEN_LENGTH} characters")
+    order = np.argsort(-scores.astype(np.float64), kind="stable").tolist()
+    return [
+        (token[:i], token[i:])
+        for token in (tokens[i] for i in order)
+        for i in range(1, len(token))
+        if token[:i] in vocab and token[i:] in vocab
+    ]
+
+
+def _name(file: GGUFFile) -> str:
+    return str(file.fields.get("tokenizer.ggml.pre"))
+
+
+# tokenizer.ggml.model -> what builds the tokenizer, and the ids of BOS and EOS where the file has none
+BUILDERS = {
+    "gpt2": (byte_level, {}),
+    "llama": (sentence_piece, {"bos": 1, "eos": 2}),
+    "gemma4": (sentence_piece, {}),
+}
+
+
+def _load(file: GGUFFile) -> Any:
+    fields, model = file.fields, file.fields.get("tokenizer.ggml.model")
+    if model not in BUILDERS:
+        raise ValueError(f"its tokenizer.ggml.model {model!r} is not one of {', '.join(BUILDERS)}")
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.strings("tokenizer.ggml.tokens"))]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) < len(tokens):
+        raise ValueError(f"{len(tokens) - len(vocab)} of its tokens are duplicates")
+    build, defaults = BUILDERS[model]
+    try:
+        backend = build(file, tokens, vocab)
+    except ValueError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"its merges do not fit its tokens: {error}") from error
     types = fields.get("tokenizer.ggml.token_type")
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise ValueError("tokenizer.ggml.token_type must be an array with a number for each token")
-    added_tokens = [
-        AddedToken(tokens[i], normalized=False, special=bool(types[i] != USER_DEFINED))
-        for i in np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED)))
-    ]
-    backend.add_tokens(added_tokens)
+    strips = (
+        re.search("phi-?3", str(fields.get("general.name")), re.IGNORECASE) is not None
+    )  # as llama.cpp knows
+    backend.add_tokens(
+        [
+            AddedToken(
+                tokens[i],
+                normalized=False,
+                special=bool(types[i] != USER_DEFINED),
+                rstrip=strips and tokens[i] not in ("<unk>", "<s>", "<|endoftext|>"),
+            )
+            for i in np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED)))
+        ]
+    )
     special_tokens = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = file.token_id(theirs)
+        token_id = defaults.get(theirs) if token_id is None else token_id
         if token_id is not None and 0 <= token_id < len(tokens):
             special_tokens[f"{ours}_token"] = tokens[token_id]
     added = {}
-    for end, default in (("bos", name in ADD_BOS), ("eos", False)):
-        is_added = fields.get(f"tokenizer.ggml.add_{end}_token", default)
+    for end, default in (("bos", model == "llama" or _name(file) in ADD_BOS), ("eos", False)):
+        # llama.cpp adds Gemma 4's BOS also where the file says otherwise.
+        is_added = fields.get(f"tokenizer.ggml.add_{end}_token", default) or (model, end) == ("gemma4", "bos")
         token = special_tokens.get(f"{end}_token")
         added[end] = [token] if is_added and token is not None else []
     single, second = ([*added["bos"], f"${text}", *added["eos"]] for text in "AB")
@@ -197,11 +273,7 @@ def load_gguf_tokenizer(file: GGUFFile) -> Any:
     if not file.num_tokens:
         return None
     try:
-        if file.fields.get("tokenizer.ggml.model") == "gpt2":
-            return load_byte_level(file)
-        if max(map(len, file.strings("tokenizer.ggml.tokens"))) > MAX_TOKEN_LENGTH:
-            raise ValueError(f"a token is longer than {MAX_TOKEN_LENGTH} characters")
-        return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        return _load(file)
     except Exception as error:
         message = f"the tokenizer in {file.path} cannot be used: {error}; give tokenizer=..."
         raise ValueError(message) from error

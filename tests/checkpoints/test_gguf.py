@@ -5,10 +5,12 @@ import math
 import multiprocessing
 import pickle
 import random
+import re
 import struct
 import sys
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -21,14 +23,14 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from nanoengine.backends.quantization import floats
 from nanoengine.checkpoints.gguf import ENDS, SCALARS, GGUFFile, Header
-from nanoengine.checkpoints.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
+from nanoengine.checkpoints.gguf_tokenizer import SPLITS, load_gguf_tokenizer, pre_tokenizer
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.load import check_fit
 from tests.checkpoints.test_quantized_formats import close, gguf_writer, merging_tokenizer, write_gguf
 from tests.helpers import TINY, open_checkpoint
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-CONTROL = ["<|bos|>", "<|eos|>", "<\uff5cUser\uff5c>"]
+CONTROL = ["<|bos|>", "<|eos|>", "<\uff5cUser\uff5c>", "<s>", "</s>"]
 SEPARATED = (
     "the| of|Hello| WORLD|camelCase|don't|I'LL|we've| 's|1|12|123| 1234567| |  |     |\t|\n|\r\n|\n\n\n|.|..."
     "|!?| -> |/*|*/\n|($x)|a_b|#1|été|ß|привет| мир|日本語|、。|ひらがな|カタカナ|한국어|हिन्दी"
@@ -52,23 +54,28 @@ def vocabulary():
     learner.train_from_iterator(texts(600), trainer)
     content = json.loads(learner.to_str())["model"]
     tokens = sorted(content["vocab"], key=content["vocab"].get)
-    return tokens + CONTROL, [" ".join(merge) for merge in content["merges"]]
+    return tokens + CONTROL[:3], [" ".join(merge) for merge in content["merges"]]
 
 
-def tokenizer_file(path, vocabulary, pre, **fields):
+def tokenizer_file(path, vocabulary, pre, kind="gpt2", **fields):
     """Write a file without useful tensors: llama.cpp reads the tokenizer alone."""
     tokens, merges = vocabulary
     sizes = {"context_length": 64, "block_count": 1, "embedding_length": 32, "feed_forward_length": 32}
     writer = gguf_writer(path, "llama", **sizes, attention__head_count=2)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(kind)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in CONTROL else 1 for token in tokens])
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(tokens.index("<|bos|>"))
-    writer.add_eos_token_id(tokens.index("<|eos|>"))
+    kinds = {**dict.fromkeys(CONTROL, 3), "<unk>": 2, "<td>": 4}
+    writer.add_token_types([kinds.get(token, 6 if token.startswith("<0x") else 1) for token in tokens])
+    if isinstance(merges, dict):
+        writer.add_token_scores([merges.get(token, 0.0) for token in tokens])
+    else:
+        writer.add_token_merges(merges)
+    if "<s>" not in tokens:  # llama.cpp's default for the kind "llama" is 1 and 2
+        writer.add_bos_token_id(tokens.index("<|bos|>"))
+        writer.add_eos_token_id(tokens.index("<|eos|>"))
     for name, value in fields.items():
         writer.add_bool(f"tokenizer.ggml.{name}", value)
     for i in range(10):
@@ -76,8 +83,8 @@ def tokenizer_file(path, vocabulary, pre, **fields):
     return close(writer, path)
 
 
-def tokenizer_of(path, vocabulary, pre, **fields):
-    return load_byte_level(GGUFFile(tokenizer_file(path, vocabulary, pre, **fields)))
+def tokenizer_of(path, vocabulary, pre, kind="gpt2", **fields):
+    return load_gguf_tokenizer(GGUFFile(tokenizer_file(path, vocabulary, pre, kind, **fields)))
 
 
 TEXT = "Don't 12345 fooBar  \n\n日本"
@@ -212,7 +219,7 @@ def test_a_damaged_token_ends_no_turn_and_a_wrong_id_is_refused(tmp_path):
 
 
 def test_a_whole_piece_is_one_token_for_some_pre_tokenizers(tmp_path):
-    vocabulary = [*ALPHABET, "ab", "bc", "abc", *CONTROL], ["b c", "a b", "ab c"]
+    vocabulary = [*ALPHABET, "ab", "bc", "abc", *CONTROL[:3]], ["b c", "a b", "ab c"]
     for pre, expected in (("llama-bpe", ["abc"]), ("qwen2", ["a", "bc"])):
         assert tokenizer_of(tmp_path / "model.gguf", vocabulary, pre).tokenize("abc") == expected
 
@@ -236,11 +243,122 @@ APPROXIMATED = {
 def test_tokens_equal_those_of_llama_cpp(pre, vocabulary, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     path = tokenizer_file(tmp_path / "model.gguf", vocabulary, pre)
-    tokenizer = load_byte_level(GGUFFile(path))
+    tokenizer = load_gguf_tokenizer(GGUFFile(path))
     theirs = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     for text in texts(200, [piece for piece in PIECES if piece not in APPROXIMATED.get(pre, ())]):
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert theirs.tokenize(text.encode(), add_bos=False, special=True) == ids, text
+
+
+# ---- SentencePiece's vocabularies ----------------------------------------------------------------
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPACED = "    indented|a  b| |  |\n\n|é|日本|🙂|<s>|</s>|</s>the|</s> of|<td>|\u2581|hello world|x \n"
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """Return tokens with visible spaces, and the score of each that was merged."""
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    alphabet = ["\u2581", *"the of indhlwrab"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, show_progress=False, max_token_length=9, initial_alphabet=alphabet
+    )
+    learner.train_from_iterator([text.replace("日", "").replace("🙂", "") for text in texts(600)], trainer)
+    learned = [token for token in sorted(learner.get_vocab(), key=learner.get_vocab().get) if token != " "]
+    return ["<unk>", "<s>", "</s>", *BYTES, "<td>", *learned], {
+        token: -float(i) for i, token in enumerate(learned)
+    }
+
+
+def spm_ids(text, tokens, scores, prefix=True):
+    """Return what llama.cpp's algorithm gives: the neighbors are merged whose token has the highest score."""
+    found, vocab = [], {token: i for i, token in enumerate(tokens)}
+    for part in re.split("(<s>|</s>|<unk>|<td>)", text):
+        symbols = [*(" " * prefix + part).replace(" ", "\u2581")] * (part != "")
+        if part in vocab and re.fullmatch("<.*>", part):
+            symbols = [part]
+        while pairs := [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in scores]:
+            i = min(pairs)[1]
+            symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+        for symbol in symbols:
+            found += (
+                [vocab[symbol]] if symbol in vocab else [vocab[f"<0x{one:02X}>"] for one in symbol.encode()]
+            )
+    return found
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_vocabulary_with_scores_gives_llama_cpp_s_ids(prefix, pieces, tmp_path):
+    """Each text after a special token gets a space of its own, unless the file says that none does."""
+    fields = {} if prefix else {"add_space_prefix": False}
+    tokenizer = tokenizer_of(tmp_path / "model.gguf", pieces, None, "llama", **fields)
+    for text in [*SPACED.split("|"), *texts(200, [*SPACED.split("|"), *PIECES])]:
+        ids = spm_ids(text, *pieces, prefix)
+        assert tokenizer(text).input_ids == [1, *ids], text
+        assert "<" in text or tokenizer.decode(ids) == text.replace("\u2581", " ")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+
+
+@pytest.mark.slow
+def test_a_vocabulary_with_scores_gives_sentencepiece_s_ids(tmp_path):
+    spm = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    settings = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
+    settings |= {
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "split_digits": True,
+    }
+    sentences = iter([*texts(3000), *Path(__file__).read_text().splitlines() * 3])
+    prefix = str(tmp_path / "spm")
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=sentences, model_prefix=prefix, vocab_size=1200, minloglevel=2, **settings
+    )
+    theirs = spm.SentencePieceProcessor(model_file=f"{prefix}.model")
+    tokens = [theirs.id_to_piece(i) for i in range(len(theirs))]
+    scores = {token: theirs.get_score(i) for i, token in enumerate(tokens)}
+    tokenizer = tokenizer_of(tmp_path / "model.gguf", (tokens, scores), "default", "llama")
+    for text in texts(2000, [piece for piece in [*SPACED.split("|"), *PIECES] if "<" not in piece]):
+        assert tokenizer(text).input_ids[1:] == theirs.encode(text), text
+
+
+def test_flags_for_bos_and_eos_of_a_vocabulary_with_scores_are_followed(pieces, tmp_path):
+    fields = {"add_bos_token": False, "add_eos_token": True}
+    tokenizer = tokenizer_of(tmp_path / "model.gguf", pieces, "default", "llama", **fields)
+    assert tokenizer("</s> the").input_ids == [*spm_ids("</s> the", *pieces), 2]
+
+
+@pytest.mark.parametrize("flag", [{}, {"add_bos_token": False}])
+def test_gemma_4_s_vocabulary_has_merges_no_space_before_the_text_and_always_a_bos(flag, tmp_path):
+    tokens = [
+        "<pad>",
+        "<|eos|>",
+        "<|bos|>",
+        "<unk>",
+        *BYTES,
+        "\n",
+        "\n\n",
+        "\u2581",
+        *"theofd",
+        "th",
+        "the",
+        "\u2581the",
+    ]
+    merges = ["\n \n", "t h", "th e", "\u2581 the"]
+    tokenizer = tokenizer_of(tmp_path / "model.gguf", (tokens, merges), "gemma4", "gemma4", **flag)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("the  the\n\né<|eos|>of").input_ids) == [
+        *("<|bos|>", "the", "\u2581", "\u2581the", "\n\n", "<0xC3>", "<0xA9>", "<|eos|>", "o", "f")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["t5", "bert", "rwkv", "plamo2"])
+def test_other_kinds_of_vocabularies_are_refused_by_name(kind, pieces, tmp_path):
+    with pytest.raises(
+        ValueError, match=f"tokenizer.ggml.model '{kind}' is not one of gpt2, llama, gemma4; give"
+    ):
+        tokenizer_of(tmp_path / "model.gguf", pieces, None, kind)
 
 
 # ---- Files that are not sound --------------------------------------------------------------------
