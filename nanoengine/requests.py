@@ -314,6 +314,7 @@ class Sample:
     index: int
     seq: Any  # the engine's Sequence, read-only here
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token, if requested
+    begun: bytes = b""  # part of a character, which the last of these tokens begin
     cumulative_logprob: float = 0.0
     num_taken: int = 0  # output tokens that `Request.take_tokens` has seen
     last_token_time: float | None = None  # seconds of time.monotonic()
@@ -364,6 +365,8 @@ class Request:
         self._unfinished = list(seqs)
         # One entry per prompt token, added chunk by chunk. The first token has no prediction.
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        first = [{source.token_ids[0]: Logprob(0.0)}] if source.params.prompt_logprobs is not None else []
+        self._begun = vocabulary.name(first)  # part of a character, before the next entry
         # Outputs share this object and the list above, so they are replaced and never changed.
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.has_shown_prompt = False  # whether an output had the prompt's log-probabilities
@@ -398,7 +401,7 @@ class Request:
         if logprobs:
             new = seq.token_ids[seq.num_prompt_tokens + first :]
             for token_id, entry in zip(new, logprobs, strict=False):
-                self.vocabulary.name([entry])
+                sample.begun = self.vocabulary.name([entry], sample.begun)
                 sample.logprobs.append(entry)
                 sample.cumulative_logprob += entry[token_id].logprob
         if seq.finish_reason is not None and self.finished:
@@ -413,7 +416,7 @@ class Request:
         """
         first, entries = report
         new = entries[len(self.prompt_logprobs) - first :]
-        self.vocabulary.name(new)
+        self._begun = self.vocabulary.name(new, self._begun)
         self.prompt_logprobs = [*self.prompt_logprobs, *new] if new else self.prompt_logprobs
         return any(math.isnan(next(iter(entry.values())).logprob) for entry in new)
 

@@ -39,7 +39,7 @@ from nanoengine.server.app import make_app
 from nanoengine.server.openai_api import ChatRequest, CompletionRequest
 from nanoengine.server.process import CLOSE_SECONDS, Server
 from nanoengine.server.service import Service
-from nanoengine.server.token_logprobs import TokenBytes
+from nanoengine.server.token_logprobs import TokenNames
 from tests.bottle import CLIENT_SECONDS, Broken, Injected, Loop, Pipe, demo, virtual
 from tests.laws import check_laws
 
@@ -118,7 +118,7 @@ def truth(index: int) -> tuple[list[dict[str, Any]], int, int]:
         for one in outputs[-1].outputs:
             num_new += len(one.token_ids)
             choices.append(
-                plain(body.choice(number * params.n + one.index, one, outputs[-1], TokenBytes(tokenizer)))
+                plain(body.choice(number * params.n + one.index, one, outputs[-1], TokenNames(tokenizer)))
             )
     engine.close()
     return choices, num_prompt, num_new

@@ -319,24 +319,41 @@ def test_request_finishes_with_its_last_sample(tmp_path):
 def test_logprobs_decode_each_token_once_per_engine(monkeypatch):
     params = SamplingParams(max_tokens=20, logprobs=20, prompt_logprobs=5, seed=1)
     decoded = Counter()
-    decode = PreTrainedTokenizerFast.decode
+    spelling = PreTrainedTokenizerFast.convert_ids_to_tokens
 
-    def counting(self, token_ids, *arguments, **settings):
-        decoded.update(token_ids)
-        return decode(self, token_ids, *arguments, **settings)
+    def counting(self, token_id):
+        decoded[token_id] += 1
+        return spelling(self, token_id)
 
     with LLM(DEMO, num_kv_blocks=200, logprobs_mode="raw_logprobs") as llm:
-        monkeypatch.setattr(PreTrainedTokenizerFast, "decode", counting)
+        monkeypatch.setattr(PreTrainedTokenizerFast, "convert_ids_to_tokens", counting)
         outputs = [llm.generate(["Hello", "What is 2 + 2?"] * 4, params, use_tqdm=False) for _ in range(2)]
         tables = [one.outputs[0].logprobs + one.prompt_logprobs[1:] for one in outputs[0] + outputs[1]]
         entries = [entry for table in tables for entry in table]
         assert sum(map(len, entries)) > 20 * len(decoded) / 2
         assert set(decoded.values()) == {1}
-        monkeypatch.undo()
         tokenizer = llm.get_tokenizer()
         for entry in entries:
             for token_id, logprob in entry.items():
-                assert logprob.decoded_token == tokenizer.decode([token_id])
+                if "\ufffd" not in (text := tokenizer.decode([token_id])):
+                    assert logprob.decoded_token.removeprefix("\ufffd") == text
+
+
+def test_the_texts_of_a_request_s_tokens_joined_are_the_text(tmp_path):
+    path, params = (
+        chain_checkpoint(tmp_path, "ab日é🙂"),
+        SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=1, temperature=0),
+    )
+    prompt = [0xE6, *"日".encode()[1:], ord("a")]
+    with LLM(path, num_kv_blocks=4, max_num_batched_tokens=2, max_num_seqs=1) as llm:
+        output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+    said = output.outputs[0]
+    joined = "".join(
+        entry[one].decoded_token for one, entry in zip(said.token_ids, said.logprobs, strict=True)
+    )
+    assert joined == said.text
+    told = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    assert [entry[one].decoded_token for one, entry in told] == ["", "日", "a"]
 
 
 def test_token_ids_must_be_integers_in_the_vocabulary():

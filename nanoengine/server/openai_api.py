@@ -26,7 +26,7 @@ from nanoengine.chat.tool_choice import ToolChoice, schema_of
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import PromptTooLongError, check_unicode, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
-from nanoengine.server.token_logprobs import TokenBytes, best_first, clamped
+from nanoengine.server.token_logprobs import TokenNames, best_first, clamped
 from nanoengine.unknown_arguments import MAX_UNSERVED, REQUEST_IGNORES, SAMPLING_IGNORES, without_unserved
 
 MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searched for at every token
@@ -310,7 +310,7 @@ class GenerationRequest(BaseModel):
             return APIError(400, str(reason), param=self._structured_field if found[2] else found[1])
         return APIError(500, f"the model could not compute this request: {reason}")
 
-    def token_name(self, token_id: int, tokens: TokenBytes) -> str:
+    def token_name(self, token_id: int, tokens: TokenNames) -> str:
         """Return the name of a token in reported log-probabilities."""
         return f"token_id:{token_id}" if self.return_tokens_as_token_ids else tokens.name(token_id)
 
@@ -386,7 +386,7 @@ class CompletionRequest(GenerationRequest):
         return params
 
     def choice(
-        self, index: int, completion: CompletionOutput, output: RequestOutput, tokens: TokenBytes
+        self, index: int, completion: CompletionOutput, output: RequestOutput, tokens: TokenNames
     ) -> dict[str, Any]:
         """Return a sample, or its next piece."""
         text, is_first, start = completion.text, index not in self.sent, self.sent.get(index, 0)
@@ -417,11 +417,11 @@ class CompletionRequest(GenerationRequest):
             **self.common(completion, output, is_first),
         }
 
-    def num_reasoning_tokens(self, index: int, tokens: TokenBytes) -> int:
+    def num_reasoning_tokens(self, index: int, tokens: TokenNames) -> int:
         """Return 0: a completion has no reasoning."""
         return 0
 
-    def top_logprobs(self, entry: dict[int, Logprob], tokens: TokenBytes) -> dict[str, float]:
+    def top_logprobs(self, entry: dict[int, Logprob], tokens: TokenNames) -> dict[str, float]:
         """Return the tokens reported for one position, by their names."""
         if self.return_tokens_as_token_ids:
             return {f"token_id:{token_id}": one.logprob for token_id, one in best_first(entry)}
@@ -521,7 +521,7 @@ class ChatRequest(Conversation, GenerationRequest):
         return {}
 
     def choice(
-        self, index: int, completion: CompletionOutput, output: RequestOutput, tokens: TokenBytes
+        self, index: int, completion: CompletionOutput, output: RequestOutput, tokens: TokenNames
     ) -> dict[str, Any]:
         """Return a sample, or its next piece."""
         logprobs = None
@@ -543,7 +543,7 @@ class ChatRequest(Conversation, GenerationRequest):
             common["finish_reason"] = "tool_calls"
         return {"index": index, **message, "logprobs": logprobs, **common}
 
-    def num_reasoning_tokens(self, index: int, tokens: TokenBytes) -> int:
+    def num_reasoning_tokens(self, index: int, tokens: TokenNames) -> int:
         """Return how many tokens of a finished sample are in its reasoning and the tag before it."""
         parser = self.parsers[index]
         if parser is None or not parser.thought_end:
@@ -551,10 +551,9 @@ class ChatRequest(Conversation, GenerationRequest):
         begins = tokens.offsets(parser.token_ids, 0, parser.params.skip_special_tokens)
         return bisect_left(begins, parser.thought_end)
 
-    def _token(self, token_id: int, logprob: Logprob, tokens: TokenBytes) -> dict[str, Any]:
-        text = tokens[token_id].decode(
-            errors="replace"
-        )  # part of a character is U+FFFD, and has its own bytes
+    def _token(self, token_id: int, logprob: Logprob, tokens: TokenNames) -> dict[str, Any]:
+        text = logprob.decoded_token  # none of a character that the next token completes
+        text = tokens[token_id].decode(errors="replace") if text is None else text
         name = f"token_id:{token_id}" if self.return_tokens_as_token_ids else text
         return {"token": name, "logprob": logprob.logprob, "bytes": list(tokens[token_id])}
 

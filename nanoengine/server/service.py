@@ -40,7 +40,7 @@ from nanoengine.server.openai_api import (
     unavailable,
 )
 from nanoengine.server.request_guard import Ticket
-from nanoengine.server.token_logprobs import TokenBytes
+from nanoengine.server.token_logprobs import TokenNames
 
 LONG_BODY_BYTES = 2**16  # checking and tokenizing a longer body takes more than a few milliseconds
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class Service:
         self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
         self.names = names_of(str(config.model)) if name is None else [name]
         self.name = self.names[0]
-        self.tokens = TokenBytes(self.checkpoint.tokenizer)
+        self.tokens = TokenNames(self.checkpoint.tokenizer)
         self.defaults = self.checkpoint.default_sampling_params()
         if chat_template is not None:
             path = Path(chat_template)

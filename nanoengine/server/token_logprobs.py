@@ -1,47 +1,15 @@
 """Shows log-probabilities in the shapes of OpenAI's APIs: names and bytes of tokens, and where they begin."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
+from nanoengine.detokenizer import TokenBytes
 from nanoengine.outputs import Logprob
 
-TABLE: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
-BYTES = {symbol: byte for byte, symbol in TABLE.items()}  # of byte-level tokenizers
 
-
-class TokenBytes(dict[int, bytes]):
-    """Maps a token id to the bytes of its text, which may be part of a character.
-
-    They follow from the token's spelling in the vocabulary: a decoder drops a space at the start of a text.
-
-    Args:
-        tokenizer: transformers' tokenizer. None: tokens have no text.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__()
-        self.tokenizer = tokenizer
-        self.added = {} if tokenizer is None else tokenizer.added_tokens_decoder
-        self.is_byte_level = tokenizer is not None and "ByteLevel" in repr(
-            tokenizer.backend_tokenizer.decoder
-        )
-
-    def __missing__(self, token_id: int) -> bytes:
-        """Look up a token at its first use."""
-        token = None if self.tokenizer is None else self.tokenizer.convert_ids_to_tokens(token_id)
-        text = token or ""
-        if self.is_byte_level and token_id not in self.added and all(symbol in BYTES for symbol in text):
-            found = bytes(BYTES[symbol] for symbol in text)
-        elif byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
-            found = bytes.fromhex(byte[1])
-        else:
-            found = (text if token_id in self.added else text.replace("\u2581", " ")).encode()
-        self[token_id] = found
-        return found
+class TokenNames(TokenBytes):
+    """Names tokens, and finds where they begin in a text, from the bytes of each."""
 
     def name(self, token_id: int) -> str:
         """Return the token's text, or its bytes in the form of OpenAI's older API if they are no text."""
@@ -74,14 +42,32 @@ class TokenBytes(dict[int, bytes]):
             start += num_begun(piece)
         return [*found, start]
 
-    def offsets_in(self, text: str, token_ids: Iterable[int]) -> list[int]:
+    def offsets_in(self, text: str, token_ids: list[int]) -> list[int]:
         """Return where a prompt's tokens begin in its text. Tokens that the tokenizer added take no room."""
+        for adds in (True, False) if token_ids else ():
+            encoding = self.backend.encode(text, add_special_tokens=adds)
+            if encoding.ids == token_ids:
+                return self._offsets_of(encoding)
         whole, place, start, found = text.encode(), 0, 0, []
-        for token_id in token_ids:
+        for token_id in token_ids:  # ids that are not how the tokenizer spells the text
             piece = self[token_id]
             found.append(start - (num_begun(piece[:1]) < len(piece[:1])))
             piece = next((one for one in (piece, piece[1:]) if whole.startswith(one, place)), b"")
             place, start = place + len(piece), start + num_begun(piece)
+        return found
+
+    def _offsets_of(self, encoding: Any) -> list[int]:
+        found, end = [], 0
+        for token_id, owner, (start, stop) in zip(
+            encoding.ids, encoding.sequence_ids, encoding.offsets, strict=True
+        ):
+            if owner is None:  # added by the tokenizer
+                start = stop = end
+            piece = self[token_id]
+            # Some tokenizers leave the spaces at the start of a token out of its place.
+            start -= max(0, min(start - end, len(piece) - len(piece.lstrip())))
+            found.append(start)
+            end = max(end, stop)
         return found
 
 

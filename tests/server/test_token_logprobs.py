@@ -1,14 +1,25 @@
 """Log-probabilities in OpenAI's shapes, with byte-level tokenizers and those of SentencePiece's kind."""
 
 import random
+from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
+from nanoengine.detokenizer import Vocabulary
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.server.openai_api import ChatRequest, CompletionRequest
-from nanoengine.server.token_logprobs import TokenBytes
+from nanoengine.server.token_logprobs import TokenNames
 from tests.helpers import byte_tokenizer
 
 SENTENCE = " Hello world! café 日本 \U0001f600"
@@ -50,7 +61,29 @@ def metaspace_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
+def trained_tokenizer(model, trainer, normalizer, pre_tokenizer, decoder):
+    """Return a tokenizer whose tokens are words, and <s> and </s>, trained on the sentence."""
+    backend = Tokenizer(model)
+    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pre_tokenizer, decoder
+    backend.train_from_iterator([SENTENCE, "Hello a caf日"] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+TRAINING: dict[str, Any] = {
+    "show_progress": False,
+    "special_tokens": ["<unk>", "<s>", "</s>"],
+    "vocab_size": 60,
+}
 TOKENIZERS = {"metaspace": metaspace_tokenizer(), "bytes": byte_tokenizer(("Hello", " world", "日"))}
+TOKENIZERS["unigram"] = trained_tokenizer(
+    *(models.Unigram(), trainers.UnigramTrainer(unk_token="<unk>", **TRAINING), normalizers.NFKC()),
+    *(pre_tokenizers.Metaspace(), decoders.Metaspace()),
+)
+TOKENIZERS["wordpiece"] = trained_tokenizer(
+    *(models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer(**TRAINING)),
+    *(normalizers.BertNormalizer(lowercase=False, handle_chinese_chars=False, strip_accents=False),),
+    *(pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()),
+)
 
 
 def entry_of(token_id, *others):
@@ -59,7 +92,7 @@ def entry_of(token_id, *others):
 
 def choices_of(body, tokenizer, prompt, said, size):
     """Return the pieces of an answer, which has `size` tokens per piece."""
-    tokens, ids = TokenBytes(tokenizer), tokenizer(prompt).input_ids
+    tokens, ids = TokenNames(tokenizer), tokenizer(prompt).input_ids
     entries = [None, *(entry_of(one) for one in ids[1:])]
     for i in range(0, len(said), size):
         new = said[i : i + size]
@@ -73,9 +106,7 @@ def choices_of(body, tokenizer, prompt, said, size):
 @pytest.mark.parametrize("prompt", ["Hello", "a caf日", "<s>Hello"])
 def test_offsets_are_where_tokens_are_in_the_text(prompt, echo, size, kind):
     tokenizer = TOKENIZERS[kind]
-    said = tokenizer(
-        SENTENCE.removeprefix(" ") if kind == "metaspace" else SENTENCE, add_special_tokens=False
-    )
+    said = tokenizer(SENTENCE if kind == "bytes" else SENTENCE.removeprefix(" "), add_special_tokens=False)
     said = [*said.input_ids, tokenizer.eos_token_id]
     body = CompletionRequest(prompt=prompt, logprobs=1, echo=echo, max_tokens=99)
     found = [one["logprobs"] for one in choices_of(body, tokenizer, prompt, said, size)]
@@ -103,7 +134,7 @@ def test_offsets_are_where_tokens_are_in_the_text(prompt, echo, size, kind):
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_the_bytes_of_a_chat_s_tokens_are_those_of_its_text(kind):
     tokenizer = TOKENIZERS[kind]
-    text = SENTENCE.removeprefix(" ") if kind == "metaspace" else SENTENCE
+    text = SENTENCE if kind == "bytes" else SENTENCE.removeprefix(" ")
     said = tokenizer(text, add_special_tokens=False).input_ids
     body = ChatRequest(messages=[], logprobs=True, top_logprobs=1)
     (choice,) = choices_of(body, tokenizer, "Hello", said, 99)
@@ -116,7 +147,7 @@ def test_the_bytes_of_a_chat_s_tokens_are_those_of_its_text(kind):
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_each_token_of_top_logprobs_has_a_name_of_its_own(kind):
     tokenizer = TOKENIZERS[kind]
-    tokens, rng = TokenBytes(tokenizer), random.Random(0)
+    tokens, rng = TokenNames(tokenizer), random.Random(0)
     assert tokens[len(tokenizer) + 5] == b"", "a row of the logits that no token has"
     for _ in range(50):
         ids = rng.sample(range(len(tokenizer) + 3), 20)
@@ -128,4 +159,48 @@ def test_each_token_of_top_logprobs_has_a_name_of_its_own(kind):
         "token_id:200",
         "token_id:250",
     }
-    assert TokenBytes(None).name(5) == ""
+    assert TokenNames(None).name(5) == ""
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("size", [1, 2, 99])
+def test_the_texts_of_tokens_joined_are_the_text(size, kind):
+    """The token that completes a character has all of it. Other tokens reported with it change nothing."""
+    tokenizer, begun, names = TOKENIZERS[kind], b"", []
+    vocabulary, ids = Vocabulary(tokenizer), tokenizer(f"Hello{SENTENCE}", add_special_tokens=False).input_ids
+    for i in range(0, len(ids), size):  # entries arrive a few at a time
+        entries = [
+            entry_of(one, *(other for other in (3, 40, 45) if other != one)) for one in ids[i : i + size]
+        ]
+        begun = vocabulary.name(entries, begun)
+        names += [next(iter(entry.values())).decoded_token for entry in entries]
+    assert "".join(names).removeprefix(" ") == f"Hello{SENTENCE}"
+    assert begun == b""
+    assert all("\ufffd" not in name for name in names)
+
+
+def test_other_tokens_after_part_of_a_character_complete_it_or_begin_their_own():
+    entry = entry_of(0xC3, ord("x"), 0xA9, 0xC4)
+    assert Vocabulary(TOKENIZERS["bytes"]).name([entry], "é".encode()[:1]) == b"\xc3"
+    assert [one.decoded_token for one in entry.values()] == ["\ufffd", "x", "é", ""]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "names"),
+    [
+        ("wordpiece", "Hello   a caf", {0: " H", 7: " a", 9: " c"}),
+        ("unigram", "Hello \uff41 caf", {5: " ", 6: "a", 7: " "}),  # the normalizer changes a letter
+        ("trimmed", "Hello  world", {0: "Hello", 5: " ", 6: " world"}),
+        ("trimmed", "日 日", {0: "日", 1: " "}),
+    ],
+)
+def test_a_prompt_s_offsets_are_where_the_tokenizer_read_its_tokens(kind, text, names):
+    """Even where it left out spaces, changed the text, or leaves spaces out of what it says."""
+    tokenizer = TOKENIZERS.get(kind)
+    if tokenizer is None:
+        tokenizer = byte_tokenizer(("Hello", " world", "日"))
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokens, ids = TokenNames(tokenizer), tokenizer(text).input_ids
+    found = dict(zip(offsets := tokens.offsets_in(text, ids), map(tokens.name, ids), strict=True))
+    assert offsets == sorted(offsets)
+    assert all(found[place].startswith(name) for place, name in names.items()), found
