@@ -1,5 +1,6 @@
 """Checks requests, and turns the tokens of sequences into outputs."""
 
+import logging
 import math
 import string
 import time
@@ -74,6 +75,7 @@ class RequestChecker:
         self.max_model_len = max_model_len
         self.blocks = blocks  # the engine's BlockManager, for the size of the KV cache
         self.max_prompt_len = max_model_len - 1  # a prompt must leave room for one output token
+        self._has_warned = False  # of a prompt with two BOS
         self._bad_word_ids = lru_cache(64)(bad_word_ids)  # requests often share a list
 
     def encode(
@@ -105,6 +107,11 @@ class RequestChecker:
                     text += f"{self.max_model_len}; shorten it or raise max_model_len"
                     raise PromptTooLongError(text, num_tokens, self.max_prompt_len)
             token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        is_twice = len(token_ids) > 1 and token_ids[0] == token_ids[1]
+        if is_twice and not self._has_warned and token_ids[0] == getattr(tokenizer, "bos_token_id", None):
+            self._has_warned = True
+            message = "a prompt begins with %s, and the tokenizer adds one more: leave it out of the text"
+            logging.getLogger(__name__).warning(message, tokenizer.bos_token)
         return token_ids
 
     def check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:

@@ -272,8 +272,8 @@ def test_a_template_may_stand_in_a_file_of_its_own(tmp_path):
     assert load_tokenizer(path, False).chat_template == "{{ 2 }}"
 
 
-def test_all_that_reads_the_vocabulary_reads_the_files(tmp_path):
-    """The prompt, the text and grammars follow tokenizer.json, unlike LlamaTokenizer."""
+def test_all_that_reads_the_vocabulary_reads_the_files(tmp_path, caplog):
+    """The prompt, the text and grammars follow tokenizer.json. A second BOS is told once."""
     path = write(
         tmp_path, layout("llama2"), tokenizer_class="LlamaTokenizer", bos_token="<s>", eos_token="</s>"
     )
@@ -283,9 +283,12 @@ def test_all_that_reads_the_vocabulary_reads_the_files(tmp_path):
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 1, **config}
         )
     )
-    backend, text = expected(layout("llama2")), "  two</s> def"
+    backend, text = expected(layout("llama2")), "<s>  two</s> def"
     with LLM(path, load_format="dummy", num_kv_blocks=4) as llm:
         params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=[" x  def"]))
         output = llm.generate(text, params, use_tqdm=False)[0]
         assert output.prompt_token_ids == llm.get_tokenizer()(text).input_ids == backend.encode(text).ids
         assert output.outputs[0].text == " x  def"
+        llm.generate([text, "two"], params, use_tqdm=False)
+    assert output.prompt_token_ids[:2] == [1, 1]
+    assert caplog.text.count("a prompt begins with <s>, and the tokenizer adds one more") == 1
