@@ -8,13 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoengine.outputs import Logprob
 from nanoengine.sampling_params import SamplingParams
 
-TABLE: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
-BYTES = {symbol: byte for byte, symbol in TABLE.items()}  # of byte-level tokenizers
 MAX_PENDING = 32  # limit on consecutive tokens that complete no text
 
 
@@ -203,7 +200,12 @@ class TokenBytes(dict[int, bytes]):
         self.tokenizer = tokenizer
         self.added = {} if tokenizer is None else tokenizer.added_tokens_decoder
         self.backend: Any = None if tokenizer is None else tokenizer.backend_tokenizer
-        self.is_byte_level = self.backend is not None and "ByteLevel" in repr(self.backend.decoder)
+        self.byte_of: dict[str, int] = {}  # symbol of a byte-level vocabulary -> byte
+        if self.backend is not None and "ByteLevel" in repr(self.backend.decoder):
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+            table: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+            self.byte_of = {symbol: byte for byte, symbol in table.items()}
 
     def __missing__(self, token_id: int) -> bytes:
         """Look up a token at its first use."""
@@ -211,8 +213,8 @@ class TokenBytes(dict[int, bytes]):
         text = token or ""
         if token_id in self.added:
             found = text.encode()
-        elif self.is_byte_level and all(symbol in BYTES for symbol in text):
-            found = bytes(BYTES[symbol] for symbol in text)
+        elif self.byte_of and all(symbol in self.byte_of for symbol in text):
+            found = bytes(self.byte_of[symbol] for symbol in text)
         elif byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
             found = bytes.fromhex(byte[1])
         elif text:

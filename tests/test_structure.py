@@ -84,7 +84,7 @@ def test_no_file_is_longer_than_600_lines_but_the_two_engines():
 
 
 def test_the_package_has_at_most_24800_lines():
-    assert lines_of(FILES.values()) <= 23_000
+    assert lines_of(FILES.values()) <= 24_800
 
 
 def test_the_tests_have_at_most_1_26_times_the_lines_of_the_package():
