@@ -13,6 +13,7 @@ import signal
 import subprocess
 import tempfile
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 
 from nanoengine.signals import uninterrupted
@@ -67,7 +68,8 @@ def load_library(types: int, exact: bool = False) -> tuple[ctypes.CDLL, bool]:
 def _load(types: int, flags: str) -> tuple[ctypes.CDLL, bool]:
     command = compiler_command(f"{flags} -DTYPES={types}")
     try:
-        version = _run([command[0], "--version"], tempfile.gettempdir())
+        program = shutil.which(command[0]) or command[0]
+        version = _version(program, os.stat(program).st_mtime_ns)
         sources = [path.read_text() for path in (SOURCE, *HEADERS)]
         build = "\n".join((*sources, *command, version, _processor()))
         name = f"kernels-{digest(build.encode())}"
@@ -86,6 +88,12 @@ def _load(types: int, flags: str) -> tuple[ctypes.CDLL, bool]:
         raise
     except OSError as error:
         raise NoKernelsError(str(error)) from error
+
+
+@cache  # an engine in a large process would wait 10 ms for each fork
+def _version(program: str, changed: int) -> str:
+    """Return what a compiler says of itself. `changed` is when its file last changed."""
+    return _run([program, "--version"], tempfile.gettempdir())
 
 
 def compiler_command(flags: str) -> list[str]:
