@@ -17,7 +17,7 @@ Read it top to bottom: the headings name the lessons in docs/ that explain each 
     block_table     a sequence's blocks: the i-th holds its tokens [i * block_size, (i + 1) * block_size)
     slot            one token's place in the cache. With block_size 4 and block_table [7, 2], the token at
                     position 5 is at offset 1 of block_table[1], which is block 2: slot 2 * 4 + 1 = 9
-    null block      block 0. No sequence owns it: K and V that nothing should read are written there
+    null block      block 0. No sequence owns it: the K and V of padding, for example, are written there
     computed        a token whose K and V are in the cache, or will be once the scheduled step has run
     chunk           the tokens of one sequence that one step computes: a prompt, a part of one, or the token
                     that was sampled last (a decode)
@@ -156,8 +156,8 @@ class ModelInputs(NamedTuple):
 def attention(q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: ModelInputs, use_flash: bool) -> Tensor:
     """Write K and V to their slots, then let each token attend to its sequence up to itself.
 
-    All are written first, because a sequence may hit blocks that another one fills in this step. q and the
-    result are (T, H, D), k and v (T, K, D). Source: PagedAttention, https://arxiv.org/abs/2309.06180
+    The K and V of all sequences are written first: one may hit blocks that another fills in this step. q and
+    the result are (T, H, D), k and v (T, K, D). Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
     for new, stored in zip((k, v), cache, strict=True):
         stored.flatten(0, 1).index_copy_(0, inputs.slot_mapping, new)
@@ -233,7 +233,7 @@ class Sequence:
     # Written by the block manager. The scheduler also writes num_computed_tokens while the sequence runs.
     block_table: list[int] = field(default_factory=list)  # empty while waiting
     num_computed_tokens: int = 0
-    num_hit_tokens: int = 0  # never write their K and V: the blocks may be shared
+    num_hit_tokens: int = 0  # in hit blocks, whose K and V are not written again
     num_registered_blocks: int = 0  # counted from the start of block_table
     prefix_id: int = 0  # prefix_id of the last registered block: see Block
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # hash and content of each full block
@@ -247,7 +247,7 @@ class Block:
     ref_count: int = 0  # the number of block tables that contain it
     key: tuple[int, bytes] | None = None  # hash and content; None: not registered
     parent_id: int = 0  # prefix_id of the block before it; 0: it is the first one
-    prefix_id: int = 0  # identifies all tokens from the start of a sequence to the end of this block
+    prefix_id: int = 0  # a number for the tokens up to its end. Unlike a hash, it cannot collide
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -278,7 +278,7 @@ class BlockManager:
         return len(self.empty_blocks) + len(self.evictable_blocks)
 
     def allocate(self, seq: Sequence) -> bool:
-        """Give a sequence its hits, and free blocks for its other tokens. False: too few; nothing changed."""
+        """Give a sequence its hits, and blocks for its other tokens. False: too few are free."""
         hits = self.find_prefix(seq)
         num_new = num_blocks_for(len(seq.token_ids), self.block_size) - len(hits)
         num_revived = sum(block.ref_count == 0 for block in hits)  # free now, in use afterwards
@@ -296,7 +296,7 @@ class BlockManager:
         return True
 
     def may_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow the block table until it has room for num_tokens tokens. False: too few; nothing changed."""
+        """Grow the block table to hold num_tokens tokens. False: too few blocks are free; nothing changed."""
         num_new = num_blocks_for(num_tokens, self.block_size) - len(seq.block_table)
         if num_new > self.num_free_blocks:
             return False
@@ -325,13 +325,13 @@ class BlockManager:
         return hits
 
     def register_full_blocks(self, seq: Sequence) -> None:
-        """Make the blocks that are full of computed tokens findable, unless an equal block already is."""
+        """Make blocks full of computed tokens findable, unless an equal one is, or the hash is taken."""
         num_full_blocks = seq.num_computed_tokens // self.block_size if self.enable_prefix_caching else 0
         for i in range(seq.num_registered_blocks, num_full_blocks):
             key, block = self.hash_full_blocks(seq)[i], self.blocks[seq.block_table[i]]
             if (twin := self._find(key, seq.prefix_id)) is None:  # no equal block is registered
                 block.parent_id, block.prefix_id = seq.prefix_id, next(self.prefix_ids)
-                if key[0] not in self.registered_blocks:  # else another block has this hash: keep that one
+                if key[0] not in self.registered_blocks:  # else other tokens have this hash
                     block.key, self.registered_blocks[key[0]] = key, block
             seq.prefix_id = (twin or block).prefix_id
             seq.num_registered_blocks = i + 1
@@ -471,7 +471,7 @@ def build_inputs(chunks: list[Chunk], block_size: int) -> ModelInputs:
     positions = np.arange(len(input_ids)) - cu_seqlens_q[seq_of_row] + first_positions[seq_of_row]
     slot_mapping = map_slots(block_tables, seq_of_row, positions, block_size)
     # The last token of a prompt that is all hits is computed again, only for its logits. Its K and V are
-    # already in a block that other sequences read, so the new ones are written to the null block.
+    # already in a shared block, so the new ones go to the null block: slot % block_size keeps the offset.
     num_hit_tokens = np.array([seq.num_hit_tokens for seq in seqs])
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
     arrays = input_ids, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables
@@ -486,7 +486,7 @@ def map_slots(block_tables: Array, seq_of_row: Array, positions: Array, block_si
 
 
 def pad_decodes(inputs: ModelInputs, padding: ModelInputs) -> ModelInputs:
-    """Return a copy of `padding`, decodes in the null block, with its first rows replaced by `inputs`."""
+    """Return a copy of `padding` (decodes in the null block) whose first rows are those of `inputs`."""
     padded = ModelInputs._make([*(x.copy() for x in padding[:7]), *padding[7:]])
     for whole, part in zip(padded[:7], inputs[:7], strict=True):
         whole[tuple(map(slice, part.shape))] = part
@@ -510,7 +510,7 @@ def keep_probable(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
     shares, order = probabilities.sort(dim=-1, descending=True, stable=True)
     shares = shares * ((torch.arange(shares.shape[1], device=shares.device) < top_k) | (top_k == 0))
     shares = shares / shares.sum(-1, keepdim=True)
-    shares = shares * ((shares.cumsum(-1) - shares < top_p) | (top_p == 1))
+    shares = shares * ((shares.cumsum(-1) - shares < top_p) | (top_p == 1))  # rounding drops none
     return torch.zeros_like(shares).scatter(-1, order, shares / shares.sum(-1, keepdim=True))
 
 
@@ -554,7 +554,7 @@ class ModelRunner:
         # By batch size: padding, the tensors that the graph reads, its hidden states, and how to replay it.
         self.graphs: dict[int, tuple[ModelInputs, ModelInputs, Tensor, Callable[[], None]]] = {}
         self.allocate_kv_cache(0)  # only the null block, whose size `count_blocks` reads
-        self.warm_up(1, 1)  # finds out whether a tensor is missing
+        self.warm_up(1, 1)  # a missing tensor raises KeyError now
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make a cache with num_blocks blocks and the null block for each layer."""
@@ -571,7 +571,7 @@ class ModelRunner:
         self.run([Chunk(seq, 0, num_tokens, samples=True)] * num_seqs)
 
     def count_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Return how many blocks fit in 1 GiB, or in what weights and a step leave of that share of a GPU."""
+        """Return how many blocks fit in 1 GiB or, on a GPU, in that share of it beside weights and a step."""
         usable_bytes, block_bytes = 1 << 30, sum(x[0].nbytes for cache in self.caches for x in cache)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -674,7 +674,7 @@ class LLM:
             raise ValueError("the checkpoint has no tokenizer: pass lists of token ids")
         ids = np.array(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         vocab_size, limit = self.model_runner.model.config.vocab_size, self.scheduler.max_num_tokens
-        is_list = ids.ndim == 1 and ids.dtype.kind in "iu"  # of integers
+        is_list = ids.ndim == 1 and ids.dtype.kind in "iu"  # a flat list of integers
         if not (is_list and 0 < len(ids) < limit and 0 <= ids.min() <= ids.max() < vocab_size):
             needs = f"1 to {limit - 1} token ids in [0, {vocab_size})"
             raise ValueError(f"a prompt needs {needs}, not {ids.size}: {str(prompt)[:60]}")
@@ -716,9 +716,9 @@ def bench(llm: LLM) -> None:
     if (longest, last_id) != (1024, 10000):
         print(f"clipped to the model: prompts and answers have at most {longest} tokens, ids up to {last_id}")
     random.seed(0)
-    lens = partial(random.randint, min(100, longest), longest)
-    prompts = [[random.randint(0, last_id) for _ in range(lens())] for _ in range(256)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=lens()) for _ in range(256)]
+    random_len = partial(random.randint, min(100, longest), longest)
+    prompts = [[random.randint(0, last_id) for _ in range(random_len())] for _ in range(256)]
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=random_len()) for _ in range(256)]
     llm.generate([[0]], SamplingParams(), use_tqdm=False)
     start = time.perf_counter()
     answers = llm.generate(prompts, params, use_tqdm=False)
