@@ -14,6 +14,7 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ class EmulatedKernels(kernels.Kernels):
     ) -> None:
         self.process = start(int8_cache, exact).process
         self.was_compiled, self.seconds = False, 0.0
+        self.library: Any = SimpleNamespace(_name="in the emulator")
 
     def serves(self, dtype: torch.dtype) -> bool:
         return f"linear_{str(dtype).removeprefix('torch.')}" in start().exported

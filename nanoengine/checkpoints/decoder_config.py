@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 SUPPORTED_ARCHITECTURES = {  # by model_type
     family.lower(): f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
 }
@@ -42,7 +44,7 @@ class DecoderConfig:
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; supported: silu")
         family = architecture.removesuffix("ForCausalLM")
-        if SUPPORTED_ARCHITECTURES.get(config.model_type) != architecture:
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) != architecture:
             raise ValueError(f"model_type {config.model_type!r} does not belong to {architecture}")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention_bias = bool(getattr(config, "attention_bias", False))
