@@ -335,7 +335,7 @@ TILES = {
     "sm90": Tiles(64, 64, 4, 2),  # Hopper, and Blackwell with HBM, 227 KiB
     "gfx942": Tiles(64, 32, 4, 2),  # AMD's CDNA 3, 64 KiB
 }
-FLOAT32 = Tiles(16, 16, 8, 1)  # on any GPU: no tensor core multiplies float32; whole rows are in registers
+FLOAT32 = Tiles(16, 16, 16, 1)  # on any GPU: no tensor core multiplies float32; whole rows are in registers
 
 
 @functools.cache

@@ -86,7 +86,7 @@ def test_what_triton_compiles_for_a_gpu_equals_the_dequantized_product(generatio
 @runs_kernels
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, FULL])
 @pytest.mark.parametrize("shape", [ODD, WIDE, BYTES, SMALL_GROUPS, LONG, BYTES_OF_32])
-@pytest.mark.parametrize("num_tokens", [0, 1, 16, 17, 130])
+@pytest.mark.parametrize("num_tokens", [0, 1, 17, 130])
 def test_any_layer_and_number_of_tokens_equals_the_dequantized_product(num_tokens, shape, dtype):
     if num_tokens:
         check_product(num_tokens, shape, dtype, has_bias=num_tokens % 2 == 0, device=DEVICE)
@@ -172,7 +172,12 @@ def rounded(path, **settings):
 
 @pytest.mark.parametrize("form", ["int4", "int8"])
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3 tied, one kv head", "llama odd sizes", "gpt2", "mixtral", "gemma3"]
+    "name",
+    [
+        # Triton's interpreter takes half a minute for one of them.
+        *([] if INTERPRETED else ["qwen3"]),
+        *("qwen3 tied, one kv head", "llama odd sizes", "gpt2", "mixtral", "gemma3"),
+    ],
 )
 def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # Triton's interpreter needs it
