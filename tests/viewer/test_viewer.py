@@ -106,11 +106,11 @@ def seen_at(browser, width: int, scheme: str = "light"):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-# Find the texts on the page that are larger than their box, which cuts them off or scrolls. The receipt, a table in
-# text, may scroll.
+# Find the texts on the page that are larger than their box, which cuts them off or scrolls. The receipt may scroll.
 CLIPPED = """
     return [...document.querySelectorAll("body *")].filter(one =>
-        one.clientWidth && one.textContent.trim() && !["SELECT", "OPTION", "SCRIPT", "PRE"].includes(one.tagName)
+        one.clientWidth && one.textContent.trim()
+        && !["SELECT", "OPTION", "SCRIPT", "PRE"].includes(one.tagName)
         && (one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1)
     ).map(one => `${one.tagName} ${one.id} ${one.className}: ${one.textContent.slice(0, 80)}`);
 """
