@@ -67,7 +67,7 @@ def test_the_longest_job_is_preempted(async_scheduling):
 
 
 def test_the_guide_s_policy_runs_in_the_lab_and_on_a_model(tmp_path, monkeypatch, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    code, run = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     (tmp_path / "my_policy.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     name = "my_policy:SmallestFootprint"
@@ -75,6 +75,8 @@ def test_the_guide_s_policy_runs_in_the_lab_and_on_a_model(tmp_path, monkeypatch
     lab_command.main([*flags.split(), "--scheduler-cls", f"fcfs,{name}"])
     fcfs, mine = [line.split("|")[2:] for line in capsys.readouterr().out.splitlines()[-2:]]
     assert fcfs != mine
+    exec(run, {})
+    assert re.findall(r"(\d+) prompt tokens were cached", capsys.readouterr().out) == ["288", "8640"]
     with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
         _, expected = order_of_ends(llm, [20, 50, 20])
     with LLM(DEMO, num_kv_blocks=7, block_size=8, scheduler_cls=name) as llm:

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.backends.cpu import build
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.chat.templates import apply_template
 from nanoengine.checkpoints import checkpoint, tokenizer
@@ -200,6 +201,7 @@ def test_a_timeout_while_a_checkpoint_is_read_is_no_error_of_the_checkpoint(fail
 
 def test_a_timeout_while_kernels_are_compiled_does_not_mean_that_there_are_none(limit, monkeypatch):
     alarm_in(subprocess.Popen, "communicate", monkeypatch)
+    build._version.cache_clear()
     device = CPU(torch.device("cpu"), EngineConfig(model=DEMO))
     with pytest.raises(limit):
         device._find_kernels(torch.float32)

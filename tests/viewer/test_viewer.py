@@ -106,7 +106,7 @@ def seen_at(browser, width: int, scheme: str = "light"):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-# Find the texts on the page that are larger than their box, which cuts them off or scrolls. The receipt may scroll.
+# Find the texts on the page that are larger than their box, and so cut off. The receipt may scroll.
 CLIPPED = """
     return [...document.querySelectorAll("body *")].filter(one =>
         one.clientWidth && one.textContent.trim()
