@@ -198,11 +198,17 @@ class LLMEngine:
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
         ]
         inbox = self._outputs if inbox is None else inbox
-        self.requests[request_id] = request = Request(request_id, checked, seqs, self._vocabulary, inbox)
+        request = Request(request_id, checked, seqs, self._vocabulary, inbox)
+        for i, seq in enumerate(seqs):
+            try:
+                self.scheduler.add(seq)
+            except BaseException:  # raised by the code of a policy: none of the request is queued
+                for added in seqs[:i]:
+                    self.scheduler.finish(added, "abort")
+                raise
+        self.requests[request_id] = request
+        self._request_of |= {seq.seq_id: request for seq in seqs}
         self.num_prompt_tokens += len(checked.token_ids)
-        for seq in seqs:
-            self._request_of[seq.seq_id] = request
-            self.scheduler.add(seq)
 
     def step(self) -> list[RequestOutput]:
         """Run one step, and return an output for each request that received a token or finished.

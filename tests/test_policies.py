@@ -92,6 +92,39 @@ def test_no_policy_of_the_lab_changes_a_token(name):
         assert order_of_ends(llm, [20, 50, 20])[1] == expected
 
 
+class Refusing(Scheduler):
+    """Fails to queue a sequence where `limit` ones wait already."""
+
+    limit = 9
+
+    def add(self, seq):
+        if len(self.waiting) == self.limit:
+            raise KeyError("not this one")
+        super().add(seq)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_a_request_that_a_policy_fails_to_queue_leaves_nothing_behind(limit):
+    with LLM(DEMO, num_kv_blocks=20, scheduler_cls=Refusing) as llm:
+        expected = order_of_ends(llm, [5, 3])
+        llm.scheduler.limit = limit
+        with pytest.raises(KeyError, match="not this one"):
+            llm.generate("Hi", SamplingParams(n=3), use_tqdm=False)
+        assert not llm.has_unfinished_requests()
+        assert not llm.scheduler.waiting
+        assert not llm.llm_engine._request_of
+        llm.scheduler.limit = 9
+        assert order_of_ends(llm, [5, 3]) == expected
+
+
+@pytest.mark.parametrize("deadline", ["soon", None, float("nan"), True, [1]])
+def test_a_deadline_that_is_no_number_is_refused(deadline):
+    with LLM(DEMO, num_kv_blocks=20, scheduler_cls=POLICIES["deadline"]) as llm:
+        with pytest.raises((TypeError, ValueError), match="ttft_deadline must be a number"):
+            llm.generate("Hi", SamplingParams(extra_args={"ttft_deadline": deadline}), use_tqdm=False)
+        assert not llm.has_unfinished_requests()
+
+
 class AnyChoice(Scheduler):
     """Makes every choice at random."""
 

@@ -5,6 +5,7 @@ import time
 from weakref import WeakKeyDictionary
 
 from nanoengine.engine import Scheduler, Sequence
+from nanoengine.sampling_params import check_number
 
 
 class EarliestDeadline(Scheduler):
@@ -16,7 +17,8 @@ class EarliestDeadline(Scheduler):
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, and note when its first token is due."""
         seconds = (seq.params.extra_args or {}).get("ttft_deadline", math.inf)
-        vars(self).setdefault("due", WeakKeyDictionary())[seq] = self.clock() + seconds
+        due = self.clock() + check_number("ttft_deadline", seconds, -math.inf, math.inf)
+        vars(self).setdefault("due", WeakKeyDictionary())[seq] = due
         super().add(seq)
 
     def next_waiting(self, waiting: list[Sequence]) -> Sequence:  # noqa: D102
