@@ -174,9 +174,8 @@ class RequestStats:
         if first is not None:
             values["request_prefill_time_seconds"] = [first - scheduled]
             values["request_decode_time_seconds"] = [end - first]
-            values["request_time_per_output_token_seconds"] = [(end - first) / max(1, longest - 1)][
-                : longest - 1
-            ]
+            per_token = [(end - first) / (longest - 1)] if longest > 1 else []
+            values["request_time_per_output_token_seconds"] = per_token
         for name, observed in values.items():
             for value in observed:
                 self.observed[name].add(value)

@@ -439,8 +439,8 @@ class AnswerParser:
         *lines, self.line = (self.line + text).split("\n")
         self.line, is_closed = self.line[:99], False
         for line in lines:
-            before, self.fence = self.fence, fence_after(self.fence, line)
-            is_closed = is_closed or before > self.fence
+            was_open, self.fence = bool(self.fence), fence_after(self.fence, line)
+            is_closed = is_closed or (was_open and not self.fence)
         return is_closed
 
     def _parts_of(self, is_end: bool) -> Iterator[Part]:

@@ -229,9 +229,8 @@ def _load(file: GGUFFile) -> Any:
     types = fields.get("tokenizer.ggml.token_type")
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise ValueError("tokenizer.ggml.token_type must be an array with a number for each token")
-    strips = (
-        re.search("phi-?3", str(fields.get("general.name")), re.IGNORECASE) is not None
-    )  # as llama.cpp knows
+    # llama.cpp knows by the name, too, that special tokens take the spaces after them.
+    strips = re.search("phi-?3", str(fields.get("general.name")), re.IGNORECASE) is not None
     backend.add_tokens(
         [
             AddedToken(

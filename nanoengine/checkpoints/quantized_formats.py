@@ -25,13 +25,8 @@ Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; 
 FLOATS = ("F16", "BF16", "F32")
 # Scales of activations and of the KV cache
 UNUSED = (
-    "activation_scale",
-    "input_scale",
-    "input_zero_point",
-    "output_scale",
-    "k_scale",
-    "v_scale",
-    "kv_scale",
+    *("activation_scale", "input_scale", "input_zero_point", "output_scale"),
+    *("k_scale", "v_scale", "kv_scale"),
 )
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight consecutive outputs in a word of 32 bits
 

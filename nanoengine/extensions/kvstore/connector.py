@@ -479,9 +479,8 @@ def connect(started: Started) -> KVConnector:
     opened, runner, loaded = started.opened, started.runner, started.loaded
     config, specs, groups = opened.config, loaded.kv_specs, loaded.kv_groups
     forms = (getattr(module, "form", None) for module in runner.model.modules())
-    rounds = any(
-        form is not None and form.activation_bits for form in forms
-    )  # activations, as the device chose
+    # What counts is what the device chose: "auto" rounds activations on some processors only.
+    rounds = any(form is not None and form.activation_bits for form in forms)
     weights = loaded.weights_digest.hex(), config.quantization, rounds
     fingerprint = fingerprint_of(weights, opened.checkpoint.hf_config, [runner.block_size, specs, groups])
     return KVConnector(open_store(config.kv_store), runner, specs, groups, fingerprint)
