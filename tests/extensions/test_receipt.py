@@ -141,6 +141,8 @@ def test_a_slow_part_moves_its_line_and_no_other(slow, names, clock, monkeypatch
         items, _, receipt = run(llm)
     assert receipt["seconds"] == pytest.approx(len(calls)) == pytest.approx(seconds_of(items, *names))
     assert len(calls) >= 24
+    for phase in ("prompts", "decodes"):
+        assert sum(items[name, phase]["seconds"] for name in names if (name, phase) in items) > 0
 
 
 def test_the_logits_of_many_rows_belong_to_one_step():

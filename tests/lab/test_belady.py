@@ -29,6 +29,11 @@ def test_the_optimum_keeps_what_is_used_next_where_the_engine_keeps_what_was_use
     assert simulate(make_scheduler(9), one_at_a_time("abcabcabc"), COST).hit_rate == 6 * 8 / 81
 
 
+def test_the_last_token_of_a_prompt_that_is_cached_whole_is_no_hit():
+    report = simulate(make_scheduler(9), one_at_a_time("aaa", num_tokens=8), COST)
+    assert report.hit_rate == report.optimal_hit_rate == 2 * 7 / 24
+
+
 def best_by_trying(events, block_size):
     """Return the most hits of any eviction in which no block outlives its parents."""
 
