@@ -198,16 +198,16 @@ class LLMEngine:
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
         ]
         inbox = self._outputs if inbox is None else inbox
-        request = Request(request_id, checked, seqs, self._vocabulary, inbox)
+        self.requests[request_id] = request = Request(request_id, checked, seqs, self._vocabulary, inbox)
+        self._request_of |= {seq.seq_id: request for seq in seqs}
         for i, seq in enumerate(seqs):
             try:
                 self.scheduler.add(seq)
             except BaseException:  # raised by the code of a policy: none of the request is queued
                 for added in seqs[:i]:
                     self.scheduler.finish(added, "abort")
+                self._unlist(request)
                 raise
-        self.requests[request_id] = request
-        self._request_of |= {seq.seq_id: request for seq in seqs}
         self.num_prompt_tokens += len(checked.token_ids)
 
     def step(self) -> list[RequestOutput]:
@@ -434,6 +434,9 @@ class LLMEngine:
         if reasons := {seq.stop_reason for seq in seqs if seq.finish_reason == "error"}:
             reason = "; ".join(map(str, reasons))
             logging.getLogger(__name__).error("request %s failed: %s", request.request_id, reason)
+        self._unlist(request)
+
+    def _unlist(self, request: Request) -> None:
         del self.requests[request.request_id]
         for seq_id in request.samples:
             del self._request_of[seq_id]
