@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lesson(*numbers: int) -> dict[str, Any]:
-    """Return the names that the longer code blocks of lessons 1 to 3 define: those without `>>>`."""
+    """Return the names that the longer code blocks of lessons 1, 2 and 4 define: those without `>>>`."""
     names: dict[str, Any] = {}
     for number in numbers:
         (page,) = Path(__file__).parent.glob(f"{number:02}-*.md")

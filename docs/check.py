@@ -1,10 +1,10 @@
 """Checks the functions of nano.py that you write along with the lessons, one lesson at a time.
 
     python -m docs.check --stub > my_nano.py                    write the file that you fill in
-    python -m docs.check 5 my_nano.py                           check your functions of lesson 5
+    python -m docs.check 6 my_nano.py                           check your functions of lesson 6
     python -m docs.check all my_nano.py                         check the answers of the whole engine
-    python -m docs.check --stub exercises > my_exercises.py     the same for lessons 9, 12, 13 and 20
-    python -m docs.check 9 my_exercises.py
+    python -m docs.check --stub exercises > my_exercises.py     the same for lessons 10, 14, 16 and 18
+    python -m docs.check 10 my_exercises.py
 
 The check of a lesson runs your functions from that lesson, and those of nanoengine/nano.py or
 docs/exercises.py from all others. So you can do the lessons in any order, and a mistake in one does not fail
@@ -38,21 +38,21 @@ SOLUTIONS = {"nano": ROOT / "nanoengine" / "nano.py", "exercises": ROOT / "docs"
 LESSONS = {
     "1": "The model: norm, rotate, __call__",
     "2": "The KV cache: attention",
-    "3": "Paging: num_blocks_for, may_append, map_slots, gathered_attention",
-    "4": "Prefix caching: hash_full_blocks, _find, find_prefix, register_full_blocks, allocate",
-    "5": "Eviction: _take_free_block, free",
-    "6": "Continuous batching: schedule, update",
-    "7": "Chunked prefill: _schedule_chunk",
-    "8": "Preemption: _make_room",
-    "9": "Paged attention: merge, attend_blocks",
-    "10": "CUDA graphs: pad_decodes, compute",
-    "11": "Sampling: uniform, keep_probable, sample",
-    "12": "Sliding windows: num_skipped_blocks, window_hit",
-    "13": "Speculative decoding: draft, update, lookup, accept, verify",
-    "20": "Quantization: quantize, pack, unpack, multiply",
+    "4": "Paging: num_blocks_for, may_append, map_slots, gathered_attention",
+    "5": "Prefix caching: hash_full_blocks, _find, find_prefix, register_full_blocks, allocate",
+    "6": "Eviction: _take_free_block, free",
+    "7": "Continuous batching: schedule, update",
+    "8": "Chunked prefill: _schedule_chunk",
+    "9": "Preemption: _make_room",
+    "10": "Paged attention: merge, attend_blocks",
+    "12": "CUDA graphs: pad_decodes, compute",
+    "13": "Sampling: uniform, keep_probable, sample",
+    "14": "Speculative decoding: draft, update, lookup, accept, verify",
+    "16": "Quantization: quantize, pack, unpack, multiply",
+    "18": "Sliding windows: num_skipped_blocks, window_hit",
     "all": "The whole engine, on the bundled model",
 }
-IN_EXERCISES = ("9", "12", "13", "20")  # the lessons whose functions are in docs/exercises.py
+IN_EXERCISES = ("10", "14", "16", "18")  # the lessons whose functions are in docs/exercises.py
 STARTS = {  # the stub's first versions of what an earlier lesson calls already
     "attention": "parts = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))\n"
     "out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)  # without a cache\n"

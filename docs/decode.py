@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 SOLUTION = Path(__file__).with_name("decode_kernel.py")
-AT_LEAST = 3.5  # for groups of 4: what lesson 19's kernel loads, divided by what yours loads
+AT_LEAST = 3.5  # for groups of 4: what lesson 11's kernel loads, divided by what yours loads
 UNWRITTEN = 12345.0
 BLOCK_SIZE = 8
 CASES = [  # seq_lens, KV heads, query heads per KV head, head dimension, what to look at if it is wrong
@@ -96,7 +96,7 @@ def watch_loads() -> list[int]:
 
 
 def check(source: Path) -> None:
-    """Compare the kernel with dense attention, and what it loads with what lesson 19's kernel loads.
+    """Compare the kernel with dense attention, and what it loads with what lesson 11's kernel loads.
 
     Raises:
         AssertionError: a result is wrong, or the kernel loads too much.
@@ -134,12 +134,12 @@ def check(source: Path) -> None:
         counts.append(sum(loads))
     fewer = counts[0] / counts[1]
     print(
-        f"Your kernel loads {counts[1]} elements. Lesson 19's loads {counts[0]}, {fewer:.1f} times as many."
+        f"Your kernel loads {counts[1]} elements. Lesson 11's loads {counts[0]}, {fewer:.1f} times as many."
     )
     faster = seconds[0] / seconds[1]
     print(f"The interpreter runs yours {faster:.1f} times as fast. That says nothing about a GPU.")
     assert fewer >= AT_LEAST, (
-        f"Lesson 19's kernel should load at least {AT_LEAST:g} times as many. Load each block "
+        f"Lesson 11's kernel should load at least {AT_LEAST:g} times as many. Load each block "
         "of K and V once, for all query heads of the group."
     )
 

@@ -1,4 +1,4 @@
-"""The solution of lesson 19's task. `python -m docs.decode` checks it."""
+"""The solution of lesson 11's task. `python -m docs.decode` checks it."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The answers to the exercises of lessons 9, 12, 13 and 20, for which nano.py has no function.
+"""The answers to the exercises of lessons 10, 14, 16 and 18, for which nano.py has no function.
 
 `python -m docs.check --stub exercises` prints this file without the bodies that you write.
 """
@@ -12,7 +12,7 @@ from nanoengine.nano import BlockManager, Chunk, Scheduler, Sequence
 
 Part = tuple[Tensor, Tensor, Tensor]  # the largest score, the sum of the weights, the weighted sum
 
-# ---- Lesson 9: paged attention -------------------------------------------------------------------
+# ---- Lesson 10: paged attention ------------------------------------------------------------------
 
 
 def merge(one: Part, other: Part) -> Part:
@@ -47,30 +47,7 @@ def attend_blocks(
     return part[2] / part[1].unsqueeze(1)
 
 
-# ---- Lesson 12: sliding windows ------------------------------------------------------------------
-
-
-def num_skipped_blocks(position: int, window: int, block_size: int) -> int:
-    """Return how many of a table's first blocks no token from this position on attends to.
-
-    A token attends to itself and to the window - 1 tokens before it.
-    """
-    return max(0, position - window + 1) // block_size
-
-
-def window_hit(found: list[bool], window: int, block_size: int) -> int:
-    """Return the number of blocks in the longest prefix that a window's layer can continue from.
-
-    found[i] says whether block i of the prompt is cached. A prefix is a hit if all of its blocks to which the
-    token after it attends are cached.
-    """
-    for length in range(len(found), 0, -1):
-        if all(found[num_skipped_blocks(length * block_size, window, block_size) : length]):
-            return length
-    return 0
-
-
-# ---- Lesson 13: draft tokens ---------------------------------------------------------------------
+# ---- Lesson 14: draft tokens ---------------------------------------------------------------------
 
 
 class Drafted(NamedTuple):
@@ -169,7 +146,7 @@ def verify(draft: int, p: Tensor, q: Tensor, u: float, v: float) -> int:
     return int((rest.cumsum(0) <= v * rest.sum()).sum())
 
 
-# ---- Lesson 20: quantization ---------------------------------------------------------------------
+# ---- Lesson 16: quantization ---------------------------------------------------------------------
 
 
 def quantize(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,3 +182,26 @@ def multiply(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor
     groups = unpack(packed).float().view(len(packed), scales.shape[1], -1)
     weight = groups * scales.unsqueeze(2) + zeros.unsqueeze(2)
     return x @ weight.flatten(1).T
+
+
+# ---- Lesson 18: sliding windows ------------------------------------------------------------------
+
+
+def num_skipped_blocks(position: int, window: int, block_size: int) -> int:
+    """Return how many of a table's first blocks no token from this position on attends to.
+
+    A token attends to itself and to the window - 1 tokens before it.
+    """
+    return max(0, position - window + 1) // block_size
+
+
+def window_hit(found: list[bool], window: int, block_size: int) -> int:
+    """Return the number of blocks in the longest prefix that a window's layer can continue from.
+
+    found[i] says whether block i of the prompt is cached. A prefix is a hit if all of its blocks to which the
+    token after it attends are cached.
+    """
+    for length in range(len(found), 0, -1):
+        if all(found[num_skipped_blocks(length * block_size, window, block_size) : length]):
+            return length
+    return 0

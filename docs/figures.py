@@ -1,4 +1,4 @@
-"""Writes the pictures of lessons 4 to 6 and 8 to 19: python -m docs.figures."""
+"""Writes the pictures of the lessons: python -m docs.figures."""
 
 import math
 from pathlib import Path
@@ -73,7 +73,7 @@ class Picture:
 
 
 def shared_blocks() -> Picture:
-    """Draw lesson 4: two tables point to the same blocks."""
+    """Draw lesson 5: two tables point to the same blocks."""
     p = Picture("Two sequences share the blocks of their common beginning", 226)
     p.text(20, 44, "A's block table", "bold")
     p.boxes(150, 26, 60, ["1", "2", "3"], "aaa")
@@ -97,7 +97,7 @@ def shared_blocks() -> Picture:
 
 
 def free_lists() -> Picture:
-    """Draw lesson 5: two lists of free blocks."""
+    """Draw lesson 6: two lists of free blocks."""
     p = Picture("Free blocks: empty ones are allocated first, then the least recently used", 190)
     p.text(20, 32, "free blocks, in the order of allocation", "bold")
     p.boxes(20, 50, 76, ["4", "5", "6"], "---")
@@ -114,7 +114,7 @@ def free_lists() -> Picture:
 
 
 def preemption() -> Picture:
-    """Draw lesson 8: the blocks in use at each step."""
+    """Draw lesson 9: the blocks in use at each step."""
     p = Picture("B is preempted in step 3 and comes back in step 6", 250)
     held = [  # the owners of blocks 1 to 5 after each step, as the lesson prints them
         "aabb-", "aabb-", "aaffa", "aaffa", "aaffa", "ffbbb",
@@ -133,7 +133,7 @@ def preemption() -> Picture:
 
 
 def windows() -> Picture:
-    """Draw lesson 12: the block tables of two groups."""
+    """Draw lesson 18: the block tables of two groups."""
     p = Picture("The group with a window frees old blocks; both groups allocate from one pool", 200)
     p.text(20, 44, "full attention", "bold")
     p.boxes(180, 26, 76, ["1", "2", "3", "4", "5", "6", "13"], "aaaaaaa")
@@ -148,7 +148,7 @@ def windows() -> Picture:
 
 
 def drafts() -> Picture:
-    """Draw lesson 13: five rows and three accepted tokens."""
+    """Draw lesson 14: five rows and three accepted tokens."""
     p = Picture(
         "Five rows in one step: two draft tokens are accepted, a third is not, and three tokens are kept",
         190,
@@ -166,7 +166,7 @@ def drafts() -> Picture:
 
 
 def sampling() -> Picture:
-    """Draw lesson 11: a distribution before and after each edit, computed here."""
+    """Draw lesson 13: a distribution before and after each edit, computed here."""
     logits = [2.0, 1.5, 1.0, 0.0, -1.0, -2.0]
 
     def softmax(values: list[float]) -> list[float]:
@@ -198,7 +198,7 @@ def sampling() -> Picture:
 
 
 def roofline() -> Picture:
-    """Draw lesson 15: the milliseconds of a step against its rows, from the lesson's two limits."""
+    """Draw lesson 3: the milliseconds of a step against its rows, from the lesson's two limits."""
     p = Picture("An 8B model on an H100: a step's time is flat up to about 300 rows, then rises", 300)
     memory, row = 4.776, 2 * 8e9 / 989e12 * 1000
     left, bottom, wide, high = 80, 250, 700, 200
@@ -229,7 +229,7 @@ def roofline() -> Picture:
 
 
 def policies() -> Picture:
-    """Draw lesson 16: five requests in two orders, and how long each waits."""
+    """Draw lesson 15: five requests in two orders, and how long each waits."""
     p = Picture("Shortest first: four short requests wait less, and the long one waits longer", 230)
     arrivals = {"L": 0.0, "A": 0.0, "B": 0.0, "C": 1.5, "D": 2.5}
     for i, (name, order) in enumerate([("first come", "LABCD"), ("shortest", "ABCDL")]):
@@ -251,7 +251,7 @@ def policies() -> Picture:
 
 
 def ranks() -> Picture:
-    """Draw lesson 17: where ranks meet in a layer."""
+    """Draw lesson 19: where ranks meet in a layer."""
     p = Picture(
         "A layer on two ranks: two pairs of matrices, each cut by columns, then by rows, then summed", 250
     )
@@ -277,7 +277,7 @@ def ranks() -> Picture:
 
 
 def travel() -> Picture:
-    """Draw lesson 18: blocks that travel from one engine to another."""
+    """Draw lesson 20: blocks that travel from one engine to another."""
     p = Picture("Full blocks go from the prefill engine to a store, and from there to the decode engine", 230)
     p.text(20, 30, "prefill", "bold")
     p.text(340, 30, "store: key to block", "bold")
@@ -295,7 +295,7 @@ def travel() -> Picture:
 
 
 def programs() -> Picture:
-    """Draw lesson 19: the grid of programs."""
+    """Draw lesson 11: the grid of programs."""
     p = Picture("A grid of 3 sequences by 4 heads; each program loops over its sequence's blocks", 230)
     p.text(20, 30, "programs", "bold")
     p.text(400, 30, "the blocks that each program reads", "bold")
@@ -314,7 +314,7 @@ def programs() -> Picture:
 
 
 def whole_engine() -> Picture:
-    """Draw lesson 6: the parts of an engine, and what passes between them in a step."""
+    """Draw lesson 7: the parts of an engine, and what passes between them in a step."""
     p = Picture("A step: requests, scheduler, block tables, model runner, sampler, and back", 250)
     places = [
         (20, 84, "requests", "prompts", "a"), (180, 148, "scheduler", "waiting, running", "b"),
@@ -342,7 +342,7 @@ def whole_engine() -> Picture:
 
 
 def flat_rows() -> Picture:
-    """Draw lesson 9: the rows of a batch, and the blocks that each attends to."""
+    """Draw lesson 10: the rows of a batch, and the blocks that each attends to."""
     p = Picture("The rows of a batch belong to sequences, which reach their blocks through their tables", 230)
     p.text(20, 44, "rows", "bold")
     p.boxes(120, 26, 56, ["A", "e", "f", "g", "h", "i"], "abbbbb")
@@ -365,7 +365,7 @@ def flat_rows() -> Picture:
 
 
 def padding() -> Picture:
-    """Draw lesson 10: three sequences in the graph for four."""
+    """Draw lesson 12: three sequences in the graph for four."""
     p = Picture(
         "Three sequences run in the CUDA graph for four; the fourth row points to the null block", 200
     )
@@ -389,7 +389,7 @@ def padding() -> Picture:
 
 
 def regions() -> Picture:
-    """Draw lesson 12: memory regions that the layers of all groups share."""
+    """Draw lesson 18: memory regions that the layers of all groups share."""
     p = Picture(
         "Five memory regions: region i holds the i-th layer of every group; a block has one owner", 262
     )
@@ -412,7 +412,7 @@ def regions() -> Picture:
 
 
 def state_slots() -> Picture:
-    """Draw lesson 14: the states of one sequence, and those that are kept."""
+    """Draw lesson 18: the states of one sequence, and those that are kept."""
     p = Picture("A recurrent state goes from slot to slot; those at the ends of full blocks are kept", 210)
     p.text(20, 44, "tokens", "bold")
     p.boxes(120, 26, 128, ["abcd", "efgh", "ij A A", "A"], "aaab")
@@ -440,22 +440,22 @@ def state_slots() -> Picture:
 
 
 PICTURES = {
-    "04-sharing.svg": shared_blocks,
-    "05-free-lists.svg": free_lists,
-    "06-engine.svg": whole_engine,
-    "08-preemption.svg": preemption,
-    "09-rows.svg": flat_rows,
-    "10-padding.svg": padding,
-    "11-distributions.svg": sampling,
-    "12-groups.svg": windows,
-    "12-regions.svg": regions,
-    "13-drafts.svg": drafts,
-    "14-slots.svg": state_slots,
-    "15-roofline.svg": roofline,
-    "16-policies.svg": policies,
-    "17-ranks.svg": ranks,
-    "18-travel.svg": travel,
-    "19-kernel.svg": programs,
+    "03-roofline.svg": roofline,
+    "05-sharing.svg": shared_blocks,
+    "06-free-lists.svg": free_lists,
+    "07-engine.svg": whole_engine,
+    "09-preemption.svg": preemption,
+    "10-rows.svg": flat_rows,
+    "11-kernel.svg": programs,
+    "12-padding.svg": padding,
+    "13-distributions.svg": sampling,
+    "14-drafts.svg": drafts,
+    "15-policies.svg": policies,
+    "18-groups.svg": windows,
+    "18-regions.svg": regions,
+    "18-slots.svg": state_slots,
+    "19-ranks.svg": ranks,
+    "20-travel.svg": travel,
 }
 
 if __name__ == "__main__":

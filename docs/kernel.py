@@ -1,4 +1,4 @@
-"""Lesson 19's kernel. From the repository's root: TRITON_INTERPRET=1 python -m docs.kernel."""
+"""Lesson 11's kernel. From the repository's root: TRITON_INTERPRET=1 python -m docs.kernel."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-// Lesson 20's kernel: a row x (num_inputs) times a matrix in 4 bits, as docs/solution.py packs it.
+// Lesson 16's kernel: a row x (num_inputs) times a matrix in 4 bits, as docs/exercises.py packs it.
 //
 // packed (num_outputs, num_inputs / 2): two integers in each byte, the first one in the low 4 bits.
 // scales, zeros (num_outputs, num_inputs / group_size): a weight is integer * scale + zero.

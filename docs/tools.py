@@ -30,14 +30,14 @@ def text(seq: Sequence, start: int = 0, end: int | None = None) -> str:
 
 
 def tables(scheduler: Scheduler, seq: Sequence) -> str:
-    """Return the sequence's block table. With windows (lesson 12) there is one per group of layers."""
+    """Return the sequence's block table. With windows (lesson 18) there is one per group of layers."""
     blocks = scheduler.block_manager
     by_group = blocks.tables_of(seq) if isinstance(blocks, WindowedBlockManager) else [seq.block_table]
     return " and ".join(map(str, by_group))
 
 
 def states(scheduler: Scheduler, seq: Sequence) -> str:
-    """Return which recurrent states (lesson 14) this step reads and writes for the sequence."""
+    """Return which recurrent states (lesson 18) this step reads and writes for the sequence."""
     if not isinstance(scheduler, StatefulScheduler):
         return ""
     spans = scheduler.spans[seq]

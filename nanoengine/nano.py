@@ -138,7 +138,7 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
     return frequencies
 
 
-# ---- Attention over the paged KV cache (lessons 2, 3 and 9) --------------------------------------
+# ---- Attention over the paged KV cache (lessons 2, 4 and 10) -------------------------------------
 class ModelInputs(NamedTuple):
     """Describes a step. The first 7 fields are int32 arrays, which `send` turns into tensors."""
 
@@ -190,7 +190,7 @@ def gathered_attention(q: Tensor, cache: Cache, inputs: ModelInputs) -> Tensor:
     return out
 
 
-# ---- Sequence and BlockManager: which sequence holds which block, and what is in it (lessons 3 to 5) ----
+# ---- Sequence and BlockManager: which sequence holds which block, and what is in it (lessons 4 to 6) ----
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Says how to choose the tokens of an answer, and when to stop."""
@@ -362,7 +362,7 @@ class BlockManager:
         return block.block_id
 
 
-# ---- Scheduler: which tokens to compute next (lessons 6 to 8) ------------------------------------
+# ---- Scheduler: which tokens to compute next (lessons 7 to 9) ------------------------------------
 class Chunk(NamedTuple):
     """Holds the tokens [start, end) of a sequence, which one step computes."""
 
@@ -448,7 +448,7 @@ class Scheduler:
         return [seq for seq in seqs if seq.is_finished]
 
 
-# ---- build_inputs: chunks as arrays (lessons 3 and 10) -------------------------------------------
+# ---- build_inputs: chunks as arrays (lessons 4 and 12) -------------------------------------------
 def build_inputs(chunks: list[Chunk], block_size: int) -> ModelInputs:
     """Lay out chunks as arrays, without a Python loop over tokens.
 
@@ -499,7 +499,7 @@ def send(inputs: ModelInputs, device: torch.device) -> ModelInputs:
     return ModelInputs._make([*tensors, *inputs[7:]])
 
 
-# ---- Sampling (lesson 11) ------------------------------------------------------------------------
+# ---- Sampling (lesson 13) ------------------------------------------------------------------------
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) that depends on a seed and a position, and not on the rest of the batch."""
     return (xxh3_64_intdigest(position.to_bytes(8, "little"), seed) >> 11) / 2**53  # 53 random bits
@@ -536,7 +536,7 @@ def sample(logits: Tensor, temperature: Array, top_k: Array, top_p: Array, u: Ar
     return tokens.squeeze(1)
 
 
-# ---- ModelRunner: from chunks to sampled tokens (lesson 10) --------------------------------------
+# ---- ModelRunner: from chunks to sampled tokens (lesson 12) --------------------------------------
 def capture(compute: Callable[[], Tensor], pool: Any) -> tuple[Tensor, Callable[[], None]]:
     """Record a function's kernels as a CUDA graph. Return its result, and a function that replays them."""
     compute()  # kernels allocate and tune what they need when they run for the first time

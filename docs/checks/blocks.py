@@ -1,4 +1,4 @@
-"""Checks the block manager: lessons 3 to 5."""
+"""Checks the block manager: lessons 4 to 6."""
 
 import random
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from docs.checks import (
 )
 
 
-@says("3")
+@says("4")
 def rounds_up(nano: Any) -> None:
     """Blocks of 4: 0, 1, 4, 5 and 8 tokens need 0, 1, 1, 2 and 2 blocks.
 
@@ -37,7 +37,7 @@ def rounds_up(nano: Any) -> None:
         expect("The type", {type(n) for n in got}, {int})
 
 
-@says("3")
+@says("4")
 def finds_slots(nano: Any) -> None:
     """With block table [7, 2] and blocks of 4, position 5 is slot 9: block number times size, plus offset.
 
@@ -50,7 +50,7 @@ def finds_slots(nano: Any) -> None:
         expect(f"Slots with blocks of {block_size}", [int(slot) for slot in slots], expected)
 
 
-@says("3")
+@says("4")
 def grows_in_time(nano: Any) -> None:
     """Four tokens take one block of 4.
 
@@ -64,7 +64,7 @@ def grows_in_time(nano: Any) -> None:
     expect("Free blocks of 5", blocks.num_free_blocks, 1)
 
 
-@says("3")
+@says("4")
 def grows_wholly_or_not(nano: Any) -> None:
     """If two blocks are needed and one is free, may_append returns False and takes none.
 
@@ -79,7 +79,7 @@ def grows_wholly_or_not(nano: Any) -> None:
     expect("Blocks in the table", len(seq.block_table), 2)
 
 
-@says("4")
+@says("5")
 def shares_beginnings(nano: Any) -> None:
     """A prompt that begins with the same 8 letters shares their two blocks, and starts at position 8."""
     blocks = nano.BlockManager(8, 4)
@@ -106,7 +106,7 @@ def keys_of(nano: Any, text: str, block_size: int = 4) -> list[tuple[int, bytes]
     return keys
 
 
-@says("4")
+@says("5")
 def keys_are_of_full_blocks(nano: Any) -> None:
     """There is one key for each full block, and none for a block that is partly filled."""
     for block_size in 4, 3:
@@ -116,14 +116,14 @@ def keys_are_of_full_blocks(nano: Any) -> None:
         expect("The keys of the same tokens, twice", keys, keys_of(nano, "abcdefghi", block_size))
 
 
-@says("4")
+@says("5")
 def keys_hold_the_content(nano: Any) -> None:
     """A key is a hash, and the tokens themselves: other content never has an equal key."""
     contents = {content for text in ("abcd", "abdc", "bbcd") for _, content in keys_of(nano, text)}
     expect("Different contents", len(contents), 3)
 
 
-@says("4")
+@says("5")
 def hashes_each_block_once(nano: Any) -> None:
     """When a sequence has grown, only its new full blocks are hashed: the earlier keys are kept."""
     blocks, seq = nano.BlockManager(8, 4), make_sequence(nano, "abcdefgh")
@@ -142,7 +142,7 @@ def hashes_each_block_once(nano: Any) -> None:
     expect("The keys", keys, keys_of(nano, "abcdefghijklm"))
 
 
-@says("4")
+@says("5")
 def hashes_depend_on_every_token(nano: Any) -> None:
     """A hash depends on each token of its block, the first and the last too, and on their order."""
     key = keys_of(nano, "abcd")[0][0]
@@ -150,7 +150,7 @@ def hashes_depend_on_every_token(nano: Any) -> None:
         assert keys_of(nano, other)[0][0] != key, f"'abcd' and {other!r} have the same hash."
 
 
-@says("4")
+@says("5")
 def chains_hashes(nano: Any) -> None:
     """The same four letters after other letters are not a hit: a hash depends on the hash before it."""
     blocks = nano.BlockManager(8, 4)
@@ -163,7 +163,7 @@ def chains_hashes(nano: Any) -> None:
     )
 
 
-@says("4")
+@says("5")
 def chains_reach_the_beginning(nano: Any) -> None:
     """A hash identifies all tokens before it, in their order, not only those of one block before it."""
     key = keys_of(nano, "abcdefghijkl")[2][0]
@@ -173,7 +173,7 @@ def chains_reach_the_beginning(nano: Any) -> None:
         )
 
 
-@says("4")
+@says("5")
 def verifies_the_content(nano: Any) -> None:
     """If two blocks have the same hash, a lookup compares their tokens: a collision is a miss."""
     nano.xxh3_64_intdigest = lambda content, parent: 7
@@ -184,7 +184,7 @@ def verifies_the_content(nano: Any) -> None:
     expect_books_to_agree(blocks, [a])
 
 
-@says("4")
+@says("5")
 def verifies_the_prefix(nano: Any) -> None:
     """A block is a hit only after the prefix that it was computed after, even with equal hash and tokens."""
     nano.xxh3_64_intdigest = lambda content, parent: content[0]
@@ -196,7 +196,7 @@ def verifies_the_prefix(nano: Any) -> None:
     expect("Hits of 'abcdefgh'", hits_of(nano, blocks, "abcdefgh"), a.block_table)
 
 
-@says("4")
+@says("5")
 def finds_one_block(nano: Any) -> None:
     """`_find` returns the registered block with this key after this prefix, or None."""
     blocks = nano.BlockManager(8, 4)
@@ -212,7 +212,7 @@ def finds_one_block(nano: Any) -> None:
     )
 
 
-@says("4")
+@says("5")
 def stops_at_the_first_miss(nano: Any) -> None:
     """A lookup stops at the first miss: a block after it cannot be used without the block before it."""
     for missing in 0, 1:
@@ -227,7 +227,7 @@ def stops_at_the_first_miss(nano: Any) -> None:
         expect(f"Hits without block {missing} of the prompt", hits, a.block_table[:missing])
 
 
-@says("4")
+@says("5")
 def finds_nothing_without_caching(nano: Any) -> None:
     """Without prefix caching there are no hits, and no block is registered."""
     blocks = nano.BlockManager(8, 4, enable_prefix_caching=False)
@@ -237,7 +237,7 @@ def finds_nothing_without_caching(nano: Any) -> None:
     expect("Hashed blocks", len(seq.block_keys), 0)
 
 
-@says("4")
+@says("5")
 def registers_full_blocks_only(nano: Any) -> None:
     """Only blocks full of computed tokens can be found: if 6 of 8 tokens are computed, the first block."""
     blocks, seq = nano.BlockManager(8, 4), make_sequence(nano, "abcdefgh")
@@ -250,7 +250,7 @@ def registers_full_blocks_only(nano: Any) -> None:
     expect("Hits later", hits_of(nano, blocks, "abcdefgh"), seq.block_table)
 
 
-@says("4")
+@says("5")
 def registers_once_per_content(nano: Any) -> None:
     """`register_full_blocks` keeps the first of two blocks with the same tokens after the same prefix.
 
@@ -277,7 +277,7 @@ def registers_once_per_content(nano: Any) -> None:
     )
 
 
-@says("4")
+@says("5")
 def gives_each_prefix_its_own_id(nano: Any) -> None:
     """Each prefix has an id of its own, also if its block is not registered because of a collision."""
     nano.xxh3_64_intdigest = lambda content, parent: 7
@@ -287,7 +287,7 @@ def gives_each_prefix_its_own_id(nano: Any) -> None:
     assert len({0, *ids}) == 4, f"The ids of three different prefixes are {ids}."
 
 
-@says("4")
+@says("5")
 def computes_one_token(nano: Any) -> None:
     """If a whole prompt is a hit, its last token is computed again: its logits choose the next token.
 
@@ -302,7 +302,7 @@ def computes_one_token(nano: Any) -> None:
     expect("Blocks", len(seq.block_table), 2)
 
 
-@says("4")
+@says("5")
 def holds_hits(nano: Any) -> None:
     """A hit has one more user.
 
@@ -324,7 +324,7 @@ def holds_hits(nano: Any) -> None:
     expect_books_to_agree(blocks, [b])
 
 
-@says("4")
+@says("5")
 def holds_before_it_takes(nano: Any) -> None:
     """Hits are held before new blocks are taken: a free hit could otherwise be taken as a new block."""
     blocks = nano.BlockManager(6, 4)
@@ -341,7 +341,7 @@ def holds_before_it_takes(nano: Any) -> None:
     expect("The result of allocate", blocks.allocate(make_sequence(nano, "abcdefghij")), True)
 
 
-@says("4")
+@says("5")
 def refuses_wholly(nano: Any) -> None:
     """A hit on a free block uses up that block, a hit on a used one does not.
 
@@ -386,14 +386,14 @@ def churn(nano: Any, seed: int, num_blocks: int, block_size: int, free: Callable
         expect_books_to_agree(blocks, seqs)
 
 
-@says("4")
+@says("5")
 def keeps_the_books(nano: Any) -> None:
     """After any admissions, counts and block tables agree, and each hit holds the right tokens."""
     for block_size in 3, 4:
         churn(nano, block_size, 300, block_size, release)
 
 
-@says("5")
+@says("6")
 def counts_users(nano: Any) -> None:
     """A block that two sequences use is not free while either of them runs."""
     blocks = nano.BlockManager(8, 4)
@@ -404,7 +404,7 @@ def counts_users(nano: Any) -> None:
     expect("Free blocks when both have finished", blocks.num_free_blocks, 8)
 
 
-@says("5")
+@says("6")
 def counts_a_block_that_is_taken(nano: Any) -> None:
     """A block that is taken has one user, whether it was empty or evicted."""
     blocks = nano.BlockManager(2, 4)
@@ -415,7 +415,7 @@ def counts_a_block_that_is_taken(nano: Any) -> None:
     expect("Free blocks", blocks.num_free_blocks, 0)
 
 
-@says("5")
+@says("6")
 def leaves_nothing_computed(nano: Any) -> None:
     """After `free` a sequence has no blocks, no hits and no computed tokens: it may be admitted again."""
     blocks = nano.BlockManager(8, 4)
@@ -425,7 +425,7 @@ def leaves_nothing_computed(nano: Any) -> None:
     expect("What the sequence holds", state_of(seq), state_of(make_sequence(nano, "abcdefghij")))
 
 
-@says("5")
+@says("6")
 def evicts_tails(nano: Any) -> None:
     """A freed sequence's last block is evicted first: 8 of its 12 letters can still be hit."""
     blocks = nano.BlockManager(3, 4)
@@ -434,7 +434,7 @@ def evicts_tails(nano: Any) -> None:
     expect("Blocks hit", len(hits_of(nano, blocks, "abcdefghijkl")), 2)
 
 
-@says("5")
+@says("6")
 def evicts_the_least_recently_used(nano: Any) -> None:
     """The sequence that was freed first is evicted first, unless it was hit and freed again since."""
     blocks = nano.BlockManager(3, 4)
@@ -445,7 +445,7 @@ def evicts_the_least_recently_used(nano: Any) -> None:
     expect("Found after one eviction", found, ["aaaa", "cccc"])
 
 
-@says("5")
+@says("6")
 def forgets_what_it_evicts(nano: Any) -> None:
     """The old content of a block is no longer found once the block is taken for another sequence."""
     blocks = nano.BlockManager(1, 4)
@@ -459,7 +459,7 @@ def forgets_what_it_evicts(nano: Any) -> None:
     expect("Its key", blocks.blocks[1].key, None)
 
 
-@says("5")
+@says("6")
 def takes_empty_ones_first(nano: Any) -> None:
     """While a free block without registered content is left, nothing is evicted."""
     blocks = nano.BlockManager(3, 4)
@@ -468,7 +468,7 @@ def takes_empty_ones_first(nano: Any) -> None:
     expect("Blocks hit", len(hits_of(nano, blocks, "abcdefgh")), 2)
 
 
-@says("5")
+@says("6")
 def keeps_content_of_free_blocks(nano: Any) -> None:
     """A free block stays registered until it is taken, and a block that was never registered is empty."""
     blocks = nano.BlockManager(4, 4)
@@ -478,7 +478,7 @@ def keeps_content_of_free_blocks(nano: Any) -> None:
     expect("Blocks hit", len(hits_of(nano, blocks, "abcdef")), 1)
 
 
-@says("5")
+@says("6")
 def keeps_the_books_with_evictions(nano: Any) -> None:
     """After any calls, counts, lists and block tables agree, and each hit holds the right tokens."""
     for block_size in 3, 4:

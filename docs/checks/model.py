@@ -1,4 +1,4 @@
-"""Checks the model and its attention: lessons 1 to 3."""
+"""Checks the model and its attention: lessons 1, 2 and 4."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -219,7 +219,7 @@ def sees_no_later_token(nano: Any) -> None:
     expect_close("Attention of its last tokens, with large numbers after them", got, expected)
 
 
-@says("3")
+@says("4")
 def attends_through_tables(nano: Any) -> None:
     """A sequence's keys are in the blocks of its table, in order: prompts, chunks and decodes at once."""
     for chunks in [
@@ -232,7 +232,7 @@ def attends_through_tables(nano: Any) -> None:
         expect_close(f"Attention of (table, start, end) {chunks}", got, expected)
 
 
-@says("3")
+@says("4")
 def reads_what_the_step_writes(nano: Any) -> None:
     """A sequence may hit blocks that another one fills in the same step, also if that one comes later."""
     for chunks in [([5, 6], 0, 8), ([5, 6, 7], 8, 9)], [([5, 6, 7], 8, 9), ([5, 6], 0, 8)]:
@@ -240,7 +240,7 @@ def reads_what_the_step_writes(nano: Any) -> None:
         expect_close("Attention of both sequences", got, expected)
 
 
-@says("3")
+@says("4")
 def decodes_in_one_call(nano: Any) -> None:
     """All decodes of a step take one call of scaled_dot_product_attention, whatever their lengths."""
     calls, real = list[int](), nano.F.scaled_dot_product_attention

@@ -35,7 +35,7 @@ def part_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scores.amax(1), weights.sum(1), torch.einsum("ht,htd->hd", weights, v)
 
 
-@says("9")
+@says("10")
 def merges_parts(student: Any) -> None:
     """Two parts are merged at the larger of their largest scores: the other part's sums shrink."""
     scores, v = 5 * random_tensor(2, 6), random_tensor(2, 6, 3, seed=1)
@@ -51,7 +51,7 @@ def merges_parts(student: Any) -> None:
                 expect_close(what, got, expected)
 
 
-@says("9")
+@says("10")
 def merges_large_scores(student: Any) -> None:
     """Scores of several hundreds do not overflow: only differences to the largest score are exponentiated."""
     v = random_tensor(1, 2, 3)
@@ -62,7 +62,7 @@ def merges_large_scores(student: Any) -> None:
     )
 
 
-@says("9")
+@says("10")
 def attends_through_the_table(student: Any) -> None:
     """Position p is in block block_table[p // block_size]. Slots after the last token are never read.
 
@@ -98,7 +98,7 @@ def padding_of(nano: Any, num_seqs: int, table_width: int = 3) -> Any:
     return nano.build_inputs([nano.Chunk(seq, 0, 1, True)] * num_seqs, 4)
 
 
-@says("10")
+@says("12")
 def pads_to_the_graph(nano: Any) -> None:
     """Three decodes in the graph for four: the first rows are theirs, and the fourth decodes in block 0."""
     padded = nano.pad_decodes(decodes_of(nano, "abc", "efghi", "j"), padding_of(nano, 4))
@@ -115,7 +115,7 @@ def pads_to_the_graph(nano: Any) -> None:
         expect(name, got if name == "query_lens" else got.tolist(), expected)
 
 
-@says("10")
+@says("12")
 def pads_nothing_that_fits(nano: Any) -> None:
     """A batch that is as large as the graph has no padding, except that its block tables are as wide."""
     inputs = decodes_of(nano, "abc", "efghi")
@@ -125,7 +125,7 @@ def pads_nothing_that_fits(nano: Any) -> None:
     expect("block_tables", padded.block_tables.tolist(), [[1, 0, 0], [3, 4, 0]])
 
 
-@says("10")
+@says("12")
 def leaves_the_padding_alone(nano: Any) -> None:
     """The padding is used again in the next step, so it must not change, and neither must the batch."""
     padding, inputs = padding_of(nano, 4), decodes_of(nano, "abc")
@@ -160,7 +160,7 @@ class Recorder:
         self.ran.append((size, tensors.input_ids.tolist()))
 
 
-@says("10")
+@says("12")
 def replays_the_smallest_graph(nano: Any) -> None:
     """Decodes run in the smallest graph with enough rows: three in the graph for four, four there too."""
     for num_seqs, size in (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8):
@@ -170,7 +170,7 @@ def replays_the_smallest_graph(nano: Any) -> None:
         expect("The hidden states", hidden[:num_seqs].flatten().tolist(), [size] * num_seqs)
 
 
-@says("10")
+@says("12")
 def copies_before_it_replays(nano: Any) -> None:
     """The inputs are copied to the tensors that the graph reads, and then the graph is replayed."""
     record = Recorder(nano)
@@ -183,7 +183,7 @@ def copies_before_it_replays(nano: Any) -> None:
     expect("Its block tables", tensors.block_tables.tolist(), [[1, 0, 0], [3, 0, 0], [5, 0, 0], [0, 0, 0]])
 
 
-@says("10")
+@says("12")
 def runs_all_else_without_a_graph(nano: Any) -> None:
     """A step with a longer chunk, or with more decodes than the largest graph has rows, has no graph."""
     record = Recorder(nano)
@@ -199,7 +199,7 @@ def runs_all_else_without_a_graph(nano: Any) -> None:
     expect("A decode where nothing was captured", record.ran[2:], [("eager", [98])])
 
 
-@says("11")
+@says("13")
 def numbers_are_a_function(nano: Any) -> None:
     """The number depends on seed and position only: a call between two equal calls changes nothing."""
     first = nano.uniform(7, 8)
@@ -208,14 +208,14 @@ def numbers_are_a_function(nano: Any) -> None:
     expect("uniform(7, 8), the second time", nano.uniform(7, 8), first)
 
 
-@says("11")
+@says("13")
 def numbers_differ(nano: Any) -> None:
     """Another seed or another position gives another number, even if the two are swapped."""
     numbers = {nano.uniform(seed, position) for seed in range(30) for position in range(30)}
     assert len(numbers) > 890, f"900 pairs of seed and position give only {len(numbers)} different numbers."
 
 
-@says("11")
+@says("13")
 def numbers_are_uniform(nano: Any) -> None:
     """The numbers are in [0, 1), spread evenly, and those of neighbouring positions are unrelated."""
     rows = torch.tensor([[nano.uniform(seed, i) for i in range(200)] for seed in range(20)])
@@ -242,7 +242,7 @@ def expect_kept(nano: Any, shares: list[float], *rows: tuple[int, float, list[fl
     expect("The given probabilities, afterwards", before.tolist(), [shares] * len(rows))
 
 
-@says("11")
+@says("13")
 def keeps_the_top_k(nano: Any) -> None:
     """top_k keeps the k most probable tokens, wherever they are, and 0 keeps all. The rest sums to 1."""
     expect_kept(
@@ -255,14 +255,14 @@ def keeps_the_top_k(nano: Any) -> None:
     )
 
 
-@says("11")
+@says("13")
 def keeps_until_top_p(nano: Any) -> None:
     """top_p keeps tokens until their sum reaches p: the token that reaches it is kept too."""
     two = [0, 0.667, 0, 0.333]
     expect_kept(nano, SHARES, (0, 0.6, two), (0, 0.75, two), (0, 0.1, [0, 1, 0, 0]), (0, 1.0, SHARES))
 
 
-@says("11")
+@says("13")
 def keeps_in_order(nano: Any) -> None:
     """top_k is first, then top_p, which sees probabilities that sum to 1 again."""
     expect_kept(nano, [0.4, 0.3, 0.2, 0.1], (2, 0.5, [1, 0, 0, 0]), (3, 0.75, [0.571, 0.429, 0, 0]))
@@ -285,7 +285,7 @@ def expect_samples(
         expect(f"The token with {what}, among others", together[i], row[4])
 
 
-@says("11")
+@says("13")
 def samples_by_intervals(nano: Any) -> None:
     """The sampled token is the one whose interval contains u. Temperature 0 takes the best one."""
     intervals = [(0.0, 0), (0.05, 0), (0.3, 1), (0.62, 2), (0.76, 3), (1 - 1e-12, 3), (1 - 2**-53, 3)]
@@ -295,7 +295,7 @@ def samples_by_intervals(nano: Any) -> None:
     expect_samples(nano, SHARES, *best)
 
 
-@says("11")
+@says("13")
 def samples_with_temperature(nano: Any) -> None:
     """The temperature divides the logits: a low one favours probable tokens. It comes before top_p."""
     rows = [(0.5, 0.32, 1), (1.0, 0.32, 0), (2.0, 0.44, 0), (2.0, 0.46, 1), (1e-50, 0.0, 1)]
@@ -303,7 +303,7 @@ def samples_with_temperature(nano: Any) -> None:
     expect_samples(nano, [0.4, 0.6], (0.5, 0, 0.65, 0.0, 1), (1.0, 0, 0.65, 0.0, 0))
 
 
-@says("12")
+@says("18")
 def skips_blocks(student: Any) -> None:
     """With a window of 6, position 16 attends to 11 to 16: it needs neither block 0 nor block 1."""
     for position, window, block_size, expected in [
@@ -314,7 +314,7 @@ def skips_blocks(student: Any) -> None:
         expect(what, student.num_skipped_blocks(position, window, block_size), expected)
 
 
-@says("12")
+@says("18")
 def hits_need_the_window_only(student: Any) -> None:
     """A prefix is a hit if the blocks that its next token attends to are cached. Earlier ones may be gone."""
     for found, expected in [
@@ -327,7 +327,7 @@ def hits_need_the_window_only(student: Any) -> None:
     expect("Blocks hit with blocks of 3", student.window_hit([False, True, True], 6, 3), 3)
 
 
-@says("13")
+@says("14")
 def verifies_in_proportion(student: Any) -> None:
     """A verified token is distributed as p, for any q that the draft was sampled from."""
     p = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
@@ -342,7 +342,7 @@ def verifies_in_proportion(student: Any) -> None:
         expect_close(f"The distribution with q = {q}", shares, p, atol=0.03)
 
 
-@says("13")
+@says("14")
 def accepts_what_p_prefers(student: Any) -> None:
     """A draft to which p gives more probability than q does is always accepted."""
     p, q = torch.tensor([0.6, 0.4]), torch.tensor([0.3, 0.7])
@@ -350,7 +350,7 @@ def accepts_what_p_prefers(student: Any) -> None:
     expect("The token, p(draft) = 0", student.verify(0, torch.tensor([0.0, 1.0]), q, 0.0, 0.5), 1)
 
 
-@says("20")
+@says("16")
 def rounds_to_the_grid(student: Any) -> None:
     """A group's smallest number becomes 0 and its largest 15. No number is off by over half a scale."""
     weight = random_tensor(3, 64) + 1
@@ -372,7 +372,7 @@ def rounds_to_the_grid(student: Any) -> None:
         )
 
 
-@says("20")
+@says("16")
 def groups_are_separate(student: Any) -> None:
     """A group along a row has its own scale: a large number spoils only its group. Equal numbers work."""
     weight = random_tensor(2, 32)
@@ -384,7 +384,7 @@ def groups_are_separate(student: Any) -> None:
     expect("The scale of a group of equal numbers", scales[1, 1].item(), 1.0)
 
 
-@says("20")
+@says("16")
 def packs_two_in_a_byte(student: Any) -> None:
     """Columns 0 and 1 share the first byte: column 0 in the low 4 bits, column 1 in the high 4 bits."""
     integers = torch.tensor([[1, 2, 15, 0], [7, 8, 0, 15]], dtype=torch.uint8)
@@ -393,14 +393,14 @@ def packs_two_in_a_byte(student: Any) -> None:
     expect("The dtype", packed.dtype, torch.uint8)
 
 
-@says("20")
+@says("16")
 def unpacks(student: Any) -> None:
     """`unpack` returns the columns in the order that `pack` got them."""
     packed = torch.tensor([[33, 15], [135, 240]], dtype=torch.uint8)
     expect("The integers", student.unpack(packed).tolist(), [[1, 2, 15, 0], [7, 8, 0, 15]])
 
 
-@says("20")
+@says("16")
 def multiplies(student: Any) -> None:
     """The product equals x times the numbers that the integers stand for, for any number of rows."""
     for rows, num_outputs, num_inputs, group_size in (1, 5, 64, 32), (3, 4, 32, 8):

@@ -1,4 +1,4 @@
-"""Checks the scheduler, lessons 6 to 8 and 13, and the whole engine."""
+"""Checks the scheduler, lessons 7 to 9 and 14, and the whole engine."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from docs.checks import (
 )
 
 
-@says("6")
+@says("7")
 def admits_at_once(nano: Any) -> None:
     """With three requests and two places, the third is admitted in the step after the first finishes."""
     scheduler = make_scheduler(nano, 9, max_num_seqs=2)
@@ -33,7 +33,7 @@ def admits_at_once(nano: Any) -> None:
     expect("Blocks in use at the end", 9 - scheduler.block_manager.num_free_blocks, 0)
 
 
-@says("6")
+@says("7")
 def stops(nano: Any) -> None:
     """The stop token finishes a sequence, and its blocks are freed. It is the sequence's last token."""
     scheduler = make_scheduler(nano, 9)
@@ -51,7 +51,7 @@ def stops(nano: Any) -> None:
     expect("Ended by a token that is no stop token of the sequence", last.is_finished, False)
 
 
-@says("6")
+@says("7")
 def stops_at_max_tokens(nano: Any) -> None:
     """A sequence finishes at max_num_tokens, which counts the prompt too."""
     scheduler = make_scheduler(nano, 9)
@@ -64,7 +64,7 @@ def stops_at_max_tokens(nano: Any) -> None:
     expect("Tokens", text_of(seq), "abcxx")
 
 
-@says("6")
+@says("7")
 def leaves_one_token_to_compute(nano: Any) -> None:
     """After a step that sampled, the last token has no K and V yet: all tokens but one are computed.
 
@@ -79,7 +79,7 @@ def leaves_one_token_to_compute(nano: Any) -> None:
     expect("Tokens and computed tokens", (len(seq.token_ids), seq.num_computed_tokens), (4, 3))
 
 
-@says("6")
+@says("7")
 def gives_each_its_own_token(nano: Any) -> None:
     """The tokens belong to the chunks that sample, in order. Chunks that do not sample are skipped."""
     for silent in range(3):
@@ -94,7 +94,7 @@ def gives_each_its_own_token(nano: Any) -> None:
         expect(f"The sequences, if number {silent} samples nothing", [text_of(s) for s in seqs], expected)
 
 
-@says("6")
+@says("7")
 def keeps_the_queue_s_order(nano: Any) -> None:
     """If the first sequence in the queue does not fit, a small one after it waits too."""
     scheduler = make_scheduler(nano, 4)
@@ -103,7 +103,7 @@ def keeps_the_queue_s_order(nano: Any) -> None:
     expect("Waiting", [text_of(seq)[0] for seq in scheduler.waiting], ["b", "c"])
 
 
-@says("6")
+@says("7")
 def spends_the_budget(nano: Any) -> None:
     """Running sequences are scheduled first, and no sequence is admitted once the budget is used up."""
     scheduler = make_scheduler(nano, 9, budget=4)
@@ -117,7 +117,7 @@ def spends_the_budget(nano: Any) -> None:
     expect("Two run, and the budget is 1", run(scheduler), [("a", 1, 2)])
 
 
-@says("6")
+@says("7")
 def passes_over_the_preempted(nano: Any) -> None:
     """A sequence that `_make_room` preempts for another one gets no chunk in this step.
 
@@ -149,7 +149,7 @@ def passes_over_the_preempted(nano: Any) -> None:
     expect("A step in which the only running sequence was preempted itself", run(scheduler), [])
 
 
-@says("6")
+@says("7")
 def makes_room_before_it_schedules(nano: Any) -> None:
     """`_make_room` is called once for each running sequence, before its chunk is scheduled."""
     scheduler, asked = make_scheduler(nano, 9), list[str]()
@@ -170,7 +170,7 @@ def makes_room_before_it_schedules(nano: Any) -> None:
     expect("The calls", asked, ["room for a", "a", "room for b", "b"])
 
 
-@says("6")
+@says("7")
 def serves_random_requests(nano: Any) -> None:
     """Twelve random requests get the same answers as without a cache, and all of their blocks come back."""
     for block_size in 3, 4:
@@ -178,7 +178,7 @@ def serves_random_requests(nano: Any) -> None:
         expect("Free blocks at the end", scheduler.block_manager.num_free_blocks, 200)
 
 
-@says("7")
+@says("8")
 def cuts_prompts(nano: Any) -> None:
     """With a budget of 6, a prompt of 11 tokens is computed as [0, 6) and [6, 11)."""
     scheduler = make_scheduler(nano, 9, budget=6)
@@ -186,7 +186,7 @@ def cuts_prompts(nano: Any) -> None:
     expect("Chunks", [run(scheduler), run(scheduler)], [[("a", 0, 6)], [("a", 6, 11)]])
 
 
-@says("7")
+@says("8")
 def draws_at_the_end_only(nano: Any) -> None:
     """A chunk in the middle of a prompt samples nothing. The last chunk samples a token."""
     for budget, expected in (6, False), (8, True), (9, True):
@@ -199,7 +199,7 @@ def draws_at_the_end_only(nano: Any) -> None:
     expect("A decode samples", scheduler._schedule_chunk(seq, 6).samples, True)
 
 
-@says("7")
+@says("8")
 def starts_behind_hits(nano: Any) -> None:
     """A chunk begins at the first uncomputed token, and the budget limits its length.
 
@@ -213,7 +213,7 @@ def starts_behind_hits(nano: Any) -> None:
         expect(f"Chunk with a budget of {budget}", (chunk.start, chunk.end), expected)
 
 
-@says("7")
+@says("8")
 def counts_as_computed(nano: Any) -> None:
     """The chunk's tokens count as computed, and the blocks that it fills are registered."""
     scheduler, seq = make_scheduler(nano, 9), make_sequence(nano, "abcdefghij")
@@ -228,7 +228,7 @@ def counts_as_computed(nano: Any) -> None:
     expect("Tokens", text_of(seq), "abcdefghij")
 
 
-@says("7")
+@says("8")
 def keeps_the_budget(nano: Any) -> None:
     """A step computes no more tokens than its budget, and schedules running sequences first."""
     scheduler = make_scheduler(nano, 9, budget=4)
@@ -248,7 +248,7 @@ def scarce(nano: Any, *texts: str) -> Any:
     return scheduler
 
 
-@says("8")
+@says("9")
 def preempts_the_last(nano: Any) -> None:
     """If one block is free and two are needed, the sequence that arrived last is preempted."""
     scheduler = scarce(nano, "abcdefg", "hijklmn")
@@ -256,7 +256,7 @@ def preempts_the_last(nano: Any) -> None:
     expect("Preemptions", scheduler.num_preemptions, 1)
 
 
-@says("8")
+@says("9")
 def keeps_tokens(nano: Any) -> None:
     """A preempted sequence keeps its tokens, holds no blocks, and has no computed tokens."""
     scheduler = scarce(nano, "abcdefg", "hijklmn")
@@ -267,7 +267,7 @@ def keeps_tokens(nano: Any) -> None:
     expect("What the sequence holds", state_of(seq), state_of(make_sequence(nano, text_of(seq))))
 
 
-@says("8")
+@says("9")
 def waits_in_front(nano: Any) -> None:
     """A preempted sequence waits in front of sequences that never ran."""
     scheduler = scarce(nano, "abcdefg", "hijklmn")
@@ -284,7 +284,7 @@ def crowded(nano: Any, first: str = "aaaa") -> Any:
     return scheduler
 
 
-@says("8")
+@says("9")
 def preempts_as_often_as_needed(nano: Any) -> None:
     """If one preemption frees too little, the next-to-last sequence is preempted too, and so on."""
     scheduler = crowded(nano)
@@ -297,7 +297,7 @@ def preempts_as_often_as_needed(nano: Any) -> None:
     expect("Blocks of the first", len(first.block_table), 3)
 
 
-@says("8")
+@says("9")
 def preempts_itself(nano: Any) -> None:
     """If the last sequence needs a block, it is preempted itself, and no other sequence.
 
@@ -311,7 +311,7 @@ def preempts_itself(nano: Any) -> None:
     expect("Preemptions", scheduler.num_preemptions, 1)
 
 
-@says("8")
+@says("9")
 def preempts_only_if_needed(nano: Any) -> None:
     """If there is a free block, or room in the last one, no sequence is preempted."""
     scheduler = make_scheduler(nano, 4)
@@ -325,7 +325,7 @@ def preempts_only_if_needed(nano: Any) -> None:
     expect("Blocks of both", (len(first.block_table), len(second.block_table)), (2, 1))
 
 
-@says("8")
+@says("9")
 def all_end(nano: Any) -> None:
     """Preempted sequences run again and finish, with as many tokens as without a preemption."""
     scheduler = scarce(nano, "abcdefg", "hijklmn", "opqrstu")
@@ -338,7 +338,7 @@ def all_end(nano: Any) -> None:
         serve(nano, num_blocks, num_blocks, 4, 7)
 
 
-@says("13")
+@says("14")
 def accepts_up_to_the_first_miss(mine: Any) -> None:
     """With drafts e f x and samples e f g z, e f g count: none after the first wrong draft."""
     expect("Accepted", mine.accept(letters("efx"), letters("efgz")), letters("efg"))
@@ -348,7 +348,7 @@ def accepts_up_to_the_first_miss(mine: Any) -> None:
     expect("Accepted, no drafts and no samples", mine.accept([], []), [])
 
 
-@says("13")
+@says("14")
 def looks_up_the_latest(mine: Any) -> None:
     """After "abcabdab" the draft is what followed the latest earlier "ab": "da". Two tokens must be equal."""
     expect("Drafts", mine.lookup(letters("abcabdab"), 2), letters("da"))
@@ -365,7 +365,7 @@ def drafting(mine: Any, num_blocks: int, num_draft_tokens: int = 3) -> Any:
     return mine.DraftingScheduler(mine.BlockManager(num_blocks, 4), 8, 64, num_draft_tokens)
 
 
-@says("13")
+@says("14")
 def drafts_after_known_tokens_only(mine: Any) -> None:
     """There are no drafts in the middle of a prompt, nor beyond budget, max_tokens or free blocks."""
     for num_blocks, max_tokens, budget, samples, num_draft_tokens, expected in [
@@ -387,7 +387,7 @@ def drafts_after_known_tokens_only(mine: Any) -> None:
         expect("Blocks", len(seq.block_table), 3 if drafts else 2)
 
 
-@says("13")
+@says("14")
 def preempts_nobody_for_drafts(mine: Any) -> None:
     """Drafts use free blocks only. They never preempt a sequence, because they may be wrong."""
     scheduler = drafting(mine, 3)
@@ -406,7 +406,7 @@ def drafted(mine: Any, max_tokens: int, drafts: list[int]) -> tuple[Any, Any, An
     return scheduler, seq, chunk._replace(drafts=drafts)
 
 
-@says("13")
+@says("14")
 def keeps_nothing_after_the_end(mine: Any) -> None:
     """If a step samples several tokens, those after the stop token do not count, nor those beyond max_tokens.
 
@@ -420,7 +420,7 @@ def keeps_nothing_after_the_end(mine: Any) -> None:
         expect("Running, free blocks", (scheduler.running, scheduler.block_manager.num_free_blocks), ([], 9))
 
 
-@says("13")
+@says("14")
 def asks_accept(mine: Any) -> None:
     """`accept` says how many of the sampled tokens count."""
     scheduler, seq, chunk = drafted(mine, 9, [120, 121])
@@ -429,7 +429,7 @@ def asks_accept(mine: Any) -> None:
     expect("The answer if accept returns the first token", seq.token_ids[3:], [120])
 
 
-@says("13")
+@says("14")
 def leaves_one_token_after_drafts(mine: Any) -> None:
     """After a step that samples, all of a sequence's tokens but the last count as computed.
 
@@ -442,7 +442,7 @@ def leaves_one_token_after_drafts(mine: Any) -> None:
     expect("Tokens and computed tokens", (len(seq.token_ids), seq.num_computed_tokens), (5, 4))
 
 
-@says("13")
+@says("14")
 def drafts_change_no_answer(mine: Any) -> None:
     """Random requests get the same answers with drafts as without, in a scarce cache and a small budget."""
     for seed in range(4):

@@ -25,7 +25,7 @@ from nanoengine.flags import FlexibleArgumentParser
 
 PAGE = files("nanoengine.viewer").joinpath("page")
 RECEIPT = '<section class=card><h2>Where the time went</h2><pre style="overflow-x:auto">{}</pre></section>'
-LESSON = "03-paging.md"  # if this lesson is in the page's directory, all lessons are
+LESSON = "04-paging.md"  # if this lesson is in the page's directory, all lessons are
 
 
 def load(path: str | Path) -> list[Event]:

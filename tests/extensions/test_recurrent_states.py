@@ -237,7 +237,7 @@ sequence = partial(make_sequence, max_tokens=1)
 
 
 def test_at_the_end_of_a_block_a_sequence_gives_its_slot_to_the_prefix_cache():
-    """The example of docs/14-states.md."""
+    """The example of docs/18-windows-and-states.md."""
     manager = manager_of()
     first, *later = spans_of(manager, sequence(0, range(10), max_tokens=4))
     assert first == [(0, 8, 0, 3), (8, 10, 3, 2)]

@@ -461,10 +461,10 @@ def what_happens(event: dict) -> set[str]:
 @pytest.mark.parametrize(
     ("lesson", "expected"),
     [
-        ("04-prefix-caching", "hit"),
-        ("05-eviction", "revived"),
-        ("07-chunked-prompts", "a part of a prompt"),
-        ("08-preemption", "preempted"),
+        ("05-prefix-caching", "hit"),
+        ("06-eviction", "revived"),
+        ("08-chunked-prompts", "a part of a prompt"),
+        ("09-preemption", "preempted"),
         ("one-evening", "preempted"),
     ],
 )

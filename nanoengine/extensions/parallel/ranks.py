@@ -3,7 +3,7 @@
 Rank 0 is the engine: it alone schedules, samples and serves users. Each other rank holds a `ModelRunner` like
 rank 0's and repeats its forward passes (`follow`). Rank 0 sends the inputs of a step, and then the number of
 rows whose logits it needs (`Ranks.begin`), over a connection to each rank. A broadcast takes twice as long.
-Collectives use NCCL on GPUs and gloo on a CPU. docs/17-splitting-a-model.md explains what is divided.
+Collectives use NCCL on GPUs and gloo on a CPU. docs/19-splitting-a-model.md explains what is divided.
 
 A failure inside a forward pass, on any rank, ends the engine: the other ranks wait for a collective that will
 not come. After that you can close the engine and start another one.
