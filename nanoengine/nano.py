@@ -1,9 +1,9 @@
-"""An LLM inference engine in one file. It runs alone: copy it anywhere.
+"""An LLM inference engine in one file. It runs alone: copy it anywhere, and pass --model.
 
     python -m nanoengine.nano "What is 27 + 58?" "Who are you?"        # the bundled model answers a batch
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B "Who are you?"   # any Qwen3, Qwen2 or Llama checkpoint
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B --bench          # nano-vllm's benchmark
-    python -m benchmarks --engine nano.py,transformers --workload decode   # 1.4 times generate on two cores
+    python -m benchmarks --engine nano.py,transformers --workload decode   # 1.4 x transformers' generate
 
 Each step of the engine does the following:
 
@@ -21,7 +21,7 @@ Read it top to bottom: the headings name the lessons in docs/ that explain each 
     computed        a token whose K and V are in the cache, or will be once the scheduled step has run
     chunk           the tokens of one sequence that one step computes: a prompt, a part of one, or the token
                     that was sampled last (a decode)
-    registered      a full block that the prefix cache can find
+    registered      a full block that the prefix cache can find by its prefix, the tokens up to its end
     hit             a registered block that a sequence reuses when it is admitted; its tokens are hits too
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     preempt         free a running sequence's blocks; the sequence keeps its tokens and is recomputed later
@@ -128,25 +128,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Return by how much the angle of each pair of dimensions grows per position, (D / 2,)."""
+    """Return by how much the angle of dimensions i and i + D / 2 grows per position, (D / 2,)."""
     frequencies: Tensor = 1 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
     if rope["rope_type"] == "llama3":  # rotates slow pairs even more slowly, for longer contexts
         num_turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((num_turns - low) / (high - low)).clamp(0, 1)
+        keep = ((num_turns - low) / (high - low)).clamp(0, 1)  # 1: turns fast enough to stay as it is
         frequencies = keep * frequencies + (1 - keep) * frequencies / rope["factor"]
     return frequencies
 
 
 # ---- Attention over the paged KV cache (lessons 2, 4 and 10) -------------------------------------
 class ModelInputs(NamedTuple):
-    """Describes a step. The first 7 fields are int32 arrays, which `send` turns into tensors."""
+    """Describes a step. The first 7 fields are int32 arrays, which `send` (below) turns into tensors."""
 
     input_ids: Any  # (T,)
     positions: Any  # (T,)
     slot_mapping: Any  # (T,)  the slots that the tokens' K and V are written to
     cu_seqlens_q: Any  # (S + 1,)  sequence i has the rows [cu_seqlens_q[i], cu_seqlens_q[i + 1])
-    cu_seqlens_k: Any  # (S + 1,)  the same for keys, as if those of all sequences were laid end to end
+    cu_seqlens_k: Any  # (S + 1,)  the running totals of seq_lens, from 0
     seq_lens: Any  # (S,)  the number of keys that each sequence attends to
     block_tables: Any  # (S, longest table), padded with the null block
     query_lens: list[int]  # (S,)  the number of rows of each sequence; stays on the host
@@ -164,7 +164,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: ModelInputs
     if not use_flash:
         return gathered_attention(q, cache, inputs)
     how = {"causal": True, "block_table": inputs.block_tables}
-    if max(inputs.query_lens) == 1:
+    if max(inputs.query_lens) == 1:  # only decodes: the kernel for one query each, also in CUDA graphs
         out = flash_attn_with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=inputs.seq_lens, **how).squeeze(1)
     else:
         lens = inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(inputs.query_lens), max(inputs.key_lens)
@@ -234,8 +234,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # empty while waiting
     num_computed_tokens: int = 0
     num_hit_tokens: int = 0  # in hit blocks, whose K and V are not written again
-    num_registered_blocks: int = 0  # counted from the start of block_table
-    prefix_id: int = 0  # prefix_id of the last registered block: see Block
+    num_registered_blocks: int = 0  # first blocks that are registered, or cannot be: see register_full_blocks
+    prefix_id: int = 0  # of the prefix that ends with these blocks: see Block
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # hash and content of each full block
 
 
@@ -247,7 +247,7 @@ class Block:
     ref_count: int = 0  # the number of block tables that contain it
     key: tuple[int, bytes] | None = None  # hash and content; None: not registered
     parent_id: int = 0  # prefix_id of the block before it; 0: it is the first one
-    prefix_id: int = 0  # a number for the tokens up to its end. Unlike a hash, it cannot collide
+    prefix_id: int = 0  # stands for all tokens up to its end. A counter's number: unlike a hash, it is unique
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -309,7 +309,7 @@ class BlockManager:
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0 and block.key is None:
-                self.empty_blocks.appendleft(block)
+                self.empty_blocks.appendleft(block)  # reused first: its memory may still be in a cache
             elif block.ref_count == 0:
                 self.evictable_blocks[block_id] = block
         seq.block_table = []
@@ -325,7 +325,7 @@ class BlockManager:
         return hits
 
     def register_full_blocks(self, seq: Sequence) -> None:
-        """Make blocks full of computed tokens findable, unless an equal one is, or the hash is taken."""
+        """Make blocks full of computed tokens findable, unless an equal one, or one with that hash, is."""
         num_full_blocks = seq.num_computed_tokens // self.block_size if self.enable_prefix_caching else 0
         for i in range(seq.num_registered_blocks, num_full_blocks):
             key, block = self.hash_full_blocks(seq)[i], self.blocks[seq.block_table[i]]
@@ -333,7 +333,7 @@ class BlockManager:
                 block.parent_id, block.prefix_id = seq.prefix_id, next(self.prefix_ids)
                 if key[0] not in self.registered_blocks:  # else other tokens have this hash
                     block.key, self.registered_blocks[key[0]] = key, block
-            seq.prefix_id = (twin or block).prefix_id
+            seq.prefix_id = (twin or block).prefix_id  # equal prefixes have the same id
             seq.num_registered_blocks = i + 1
 
     def hash_full_blocks(self, seq: Sequence) -> list[tuple[int, bytes]]:
@@ -404,7 +404,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
         while len(chunks) < len(self.running) and budget > 0:  # preemptions remove from the end of running
-            seq = self.running[len(chunks)]
+            seq = self.running[len(chunks)]  # those before it have a chunk each
             if not self._make_room(seq):
                 break
             chunks.append(self._schedule_chunk(seq, budget))
@@ -465,7 +465,7 @@ def build_inputs(chunks: list[Chunk], block_size: int) -> ModelInputs:
     input_ids = np.array(list(itertools.chain.from_iterable(seq.token_ids[a:b] for seq, a, b, _ in chunks)))
     cu_seqlens_q, cu_seqlens_k = (np.concatenate(([0], lens.cumsum())) for lens in (query_lens, seq_lens))
     tables = [seq.block_table for seq in seqs]
-    block_tables = np.array(list(itertools.zip_longest(*tables, fillvalue=0))).T
+    block_tables = np.array(list(itertools.zip_longest(*tables, fillvalue=0))).T  # padded to the longest
     seq_of_row = np.repeat(np.arange(len(seqs)), query_lens)
     # Position of a row: its offset within its sequence's rows, plus the position where the chunk starts.
     positions = np.arange(len(input_ids)) - cu_seqlens_q[seq_of_row] + first_positions[seq_of_row]
@@ -489,7 +489,7 @@ def pad_decodes(inputs: ModelInputs, padding: ModelInputs) -> ModelInputs:
     """Return a copy of `padding` (decodes in the null block) whose first rows are those of `inputs`."""
     padded = ModelInputs._make([*(x.copy() for x in padding[:7]), *padding[7:]])
     for whole, part in zip(padded[:7], inputs[:7], strict=True):
-        whole[tuple(map(slice, part.shape))] = part
+        whole[tuple(map(slice, part.shape))] = part  # the top left corner
     return padded
 
 
@@ -510,7 +510,7 @@ def keep_probable(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
     shares, order = probabilities.sort(dim=-1, descending=True, stable=True)
     shares = shares * ((torch.arange(shares.shape[1], device=shares.device) < top_k) | (top_k == 0))
     shares = shares / shares.sum(-1, keepdim=True)
-    shares = shares * ((shares.cumsum(-1) - shares < top_p) | (top_p == 1))  # rounding drops none
+    shares = shares * ((shares.cumsum(-1) - shares < top_p) | (top_p == 1))  # a rounded sum may reach 1 early
     return torch.zeros_like(shares).scatter(-1, order, shares / shares.sum(-1, keepdim=True))
 
 
@@ -527,8 +527,8 @@ def sample(logits: Tensor, temperature: Array, top_k: Array, top_p: Array, u: Ar
     probabilities = (logits / t.where(is_sampled, 1).float()).softmax(-1)  # in float32
     if top_k.any() or (top_p < 1).any():
         probabilities = keep_probable(probabilities, k, p)
-    ends = probabilities.double().cumsum_(-1)  # of the intervals
-    total = ends[:, -1:]  # u * total may be rounded up to total, where no interval is left
+    ends = probabilities.double().cumsum_(-1)  # where each token's interval ends
+    total = ends[:, -1:]  # u * total may be rounded up to total, for which searchsorted would return V
     numbers = torch.minimum(numbers * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(ends, numbers, right=True)
     if temperature.min() <= 1e-5:
@@ -565,16 +565,16 @@ class ModelRunner:
         self.caches = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
 
     def warm_up(self, num_seqs: int, num_tokens: int) -> None:
-        """Compute that many tokens of each of num_seqs sequences, all in the null block."""
+        """Compute that many tokens of each of num_seqs sequences, all in the null block, and sort logits."""
         table = [0] * num_blocks_for(num_tokens, self.block_size)
         seq = Sequence([0] * num_tokens, SamplingParams(top_k=1), num_tokens, block_table=table)
         self.run([Chunk(seq, 0, num_tokens, samples=True)] * num_seqs)
 
     def count_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Return how many blocks fit in 1 GiB or, on a GPU, in that share of it beside weights and a step."""
+        """Return how many blocks fit in 1 GiB or, on a GPU, in that share of it less what a step needs."""
         usable_bytes, block_bytes = 1 << 30, sum(x[0].nbytes for cache in self.caches for x in cache)
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(self.device)
             self.warm_up(max_num_seqs, max_num_batched_tokens // max_num_seqs)
             step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
             torch.cuda.empty_cache()
@@ -587,7 +587,7 @@ class ModelRunner:
         """Capture decodes of a ladder of batch sizes, the largest first: the others reuse its memory."""
         pool, table_width = torch.cuda.graph_pool_handle(), num_blocks_for(max_model_len, self.block_size)
         decode = Chunk(Sequence([0], SamplingParams(), 1, block_table=[0] * table_width), 0, 1, samples=True)
-        for size in reversed([1, 2, 4, 8, *range(16, min(max_num_seqs, 512) + 1, 16)]):
+        for size in sorted({min(n, max_num_seqs, 512) for n in (1, 2, 4, 8, *range(16, 529, 16))})[::-1]:
             padding = build_inputs([decode] * size, self.block_size)
             inputs = send(padding, self.device)
             self.graphs[size] = padding, inputs, *capture(partial(self.model, inputs, self.caches), pool)
@@ -608,10 +608,11 @@ class ModelRunner:
         """Compute the chunks' tokens, and return a new token for each chunk that samples."""
         inputs = build_inputs(chunks, self.block_size)
         hidden = self.compute(inputs)
-        if not any(chunk.samples for chunk in chunks):
+        samples = [chunk.samples for chunk in chunks]
+        if not any(samples):
             return []
+        rows = torch.from_numpy(inputs.cu_seqlens_q[1:][samples] - 1)  # the last row of each
         sampling = [(chunk.seq.params, chunk.seq.seed, chunk.end) for chunk in chunks if chunk.samples]
-        rows = torch.from_numpy(inputs.cu_seqlens_q[1:][[chunk.samples for chunk in chunks]] - 1)
         logits = F.linear(hidden[rows.to(self.device, non_blocking=True)], self.model.lm_head)
         settings = [(p.temperature, p.top_k, p.top_p, uniform(seed, end)) for p, seed, end in sampling]
         return sample(logits, *np.array(settings).T).tolist()  # only here, the host waits for the device
@@ -625,7 +626,7 @@ class LLM:
         self,
         model: str | Path,  # a directory with a checkpoint, or a name on the Hugging Face hub
         *,
-        device: str | None = None,  # None: a GPU if there is one
+        device: str | None = None,  # "cpu" or "cuda", which is the current GPU; None: a GPU if there is one
         dtype: str | torch.dtype | None = None,  # of weights and cache; None: the checkpoint's
         kvcache_block_size: int | None = None,  # tokens per block; None: 256 with flash-attn, 16 without
         num_kvcache_blocks: int = -1,  # -1: as many as fit in 1 GiB, or in a GPU
@@ -649,22 +650,22 @@ class LLM:
             block_size = kvcache_block_size or (256 if loaded.use_flash else 16)
             self.model_runner = runner = ModelRunner(loaded, block_size)
         except KeyError as error:
-            raise ValueError(f"{path} has no tensor {error}") from error
+            raise ValueError(f"{path} lacks {error}") from error
         model_len = min(max_model_len or 1 << 30, loaded.config.max_position_embeddings)
-        batch = min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens
+        limits = min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, model_len
         if num_kvcache_blocks == -1:
-            num_kvcache_blocks = runner.count_blocks(gpu_memory_utilization, *batch)
+            num_kvcache_blocks = runner.count_blocks(gpu_memory_utilization, *limits[:2])
         if num_kvcache_blocks < 1:
             raise ValueError("no memory is left for the KV cache")
         runner.allocate_kv_cache(num_kvcache_blocks)
         if loaded.use_flash and not enforce_eager:
-            runner.capture_graphs(batch[0], model_len)
-        files = [file.name for file in path.iterdir()]
-        has_settings, has_tokenizer = "generation_config.json" in files, "tokenizer_config.json" in files
+            runner.capture_graphs(limits[0], model_len)
+        has_settings = (path / "generation_config.json").exists()
+        has_tokenizer = (path / "tokenizer_config.json").exists()
         eos = (GenerationConfig.from_pretrained(path) if has_settings else loaded.config).eos_token_id
         self.stop_ids = frozenset(eos if isinstance(eos, list) else [eos])
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
-        blocks, limits = (num_kvcache_blocks, block_size, enable_prefix_caching), (*batch, model_len)
+        blocks = num_kvcache_blocks, block_size, enable_prefix_caching
         self.make_scheduler: Callable[[], Scheduler] = lambda: Scheduler(BlockManager(*blocks), *limits)
         self.scheduler = self.make_scheduler()
 
@@ -691,16 +692,15 @@ class LLM:
         seqs = [self.make_sequence(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         for seq in seqs:
             self.scheduler.add(seq)
-        bar = tqdm(total=len(seqs), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
         try:
-            while self.scheduler.waiting or self.scheduler.running:
-                chunks = self.scheduler.schedule()
-                token_ids = self.model_runner.run(chunks)
-                bar.update(len(self.scheduler.update(chunks, token_ids)))
+            with tqdm(total=len(seqs), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+                while self.scheduler.waiting or self.scheduler.running:
+                    chunks = self.scheduler.schedule()
+                    token_ids = self.model_runner.run(chunks)
+                    bar.update(len(self.scheduler.update(chunks, token_ids)))
         except BaseException:  # Ctrl-C, for instance: K and V of registered blocks may be missing
             self.scheduler = self.make_scheduler()
             raise
-        bar.close()
         answers = [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
         texts = [""] * len(answers)
         if self.tokenizer is not None:
