@@ -103,14 +103,14 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not requested
     detokenizer: Detokenizer | None = None  # makes the output text and finds stop strings; None: no text
-    processors: tuple[RowProcessor, ...] = ()  # applied to the logits after the edits in params
+    processors: tuple[RowProcessor, ...] = ()  # applied to the logits after penalties, bias and the like
     num_prompt_tokens: int = field(init=False)
 
     # Written by the scheduler.
     max_num_tokens: int = field(init=False, default=0)  # limit on prompt plus output
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_time: float | None = field(init=False, default=None)  # seconds of time.monotonic()
-    num_tokens_at_failure: int = field(init=False, default=0)  # known tokens when a step last failed with it
+    num_tokens_at_failure: int = field(init=False, default=0)  # known tokens at its last failure (`recover`)
     finish_reason: str | None = field(init=False, default=None)  # None: waiting or running
     stop_reason: int | str | None = field(init=False, default=None)
 
@@ -210,7 +210,7 @@ class BlockManager:
     Every other block is either in use (ref_count is the number of block tables that contain it) or free.
 
     Free blocks wait in one queue, in the order of their reuse. Blocks that are not registered come first, the
-    last freed one in front because it may still be in the CPU's cache. Registered blocks follow, the least
+    last freed one in front because its memory may still be in a cache. Registered blocks follow, the least
     recently used first. The queue is an ordered dict, from whose middle a hit removes its block in O(1).
 
     A lookup goes from block to block. `prefixes` finds the next prefix in O(1), by the chained hash, and also
@@ -472,7 +472,7 @@ class Scheduler:
         """Call `tell(event, ...)` after each change from now on. extensions/trace.py lists the events."""
         self.tell = self.block_manager.tell = tell
 
-    def skip_unless(self, is_ready: Callable[[Sequence], bool]) -> None:
+    def schedule_only_if(self, is_ready: Callable[[Sequence], bool]) -> None:
         """From now on, schedule a sequence only if is_ready(seq): structured outputs wait for their masks."""
         self.is_ready = is_ready
 
@@ -788,13 +788,12 @@ class ModelRunner:
             self.before_forward()
             hidden = self.forward(self.compute, inputs)
             compute_logits, download = self.model.compute_logits, self.device.download
-            prompt_reports = report_prompts(batch.chunks, hidden, compute_logits, download)
+            reports = Reports([], report_prompts(batch.chunks, hidden, compute_logits, download))
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
-                return Launch(batch, None, None, Reports([], prompt_reports))
+                return Launch(batch, None, None, reports)
             # At most MAX_ROWS tokens at a time: a row of logits is as wide as the vocabulary.
             results: list[Tensor] = []
-            reports = Reports([], prompt_reports)
             parts = torch.split(hidden[inputs.sample_rows], MAX_ROWS)
             for part, (rows, settings) in zip(parts, self.sampling_rows.parts(batch, inputs), strict=True):
                 logits = compute_logits(part)
@@ -823,7 +822,7 @@ class ModelRunner:
         return build_inputs(batch, self.block_size, before)
 
     def compute(self, inputs: ModelInputs[Tensor], model: Any = None) -> Tensor:
-        """Return hidden states, (T, E), of this model or its own. Rows not in needed_rows may be zeros."""
+        """Return hidden states, (T, E), of `model` or self.model. Rows not in needed_rows may be zeros."""
         attention = self.attention.build(inputs.metadata, self.block_size)
         hidden: Tensor = (model or self.model)(inputs.input_ids, inputs.positions, self.caches, attention)
         return hidden

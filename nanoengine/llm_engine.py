@@ -142,7 +142,7 @@ class LLMEngine:
         from nanoengine.extensions.structured.constraints import Grammars
 
         grammars = Grammars(self.checkpoint.tokenizer, self.checkpoint.vocab_size)
-        self.scheduler.skip_unless(grammars.is_ready)
+        self.scheduler.schedule_only_if(grammars.is_ready)
         return grammars
 
     def add_request(

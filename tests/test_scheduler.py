@@ -226,7 +226,7 @@ def test_a_sequence_that_is_not_ready_is_left_out_and_delays_no_other():
     for seq_id in range(4):
         scheduler.add(make_sequence(seq_id, [1] * 4, max_tokens=9))
     run_step(scheduler)
-    scheduler.skip_unless(lambda seq: seq.seq_id not in late)  # 1 runs, 2 waits at the head of the queue
+    scheduler.schedule_only_if(lambda seq: seq.seq_id not in late)  # 1 runs, 2 waits at the head of the queue
     assert chunks_of(run_step(scheduler)) == [(0, 4, 5)]
     assert [seq.seq_id for seq in scheduler.running] == [0, 1], "it keeps its blocks"
     scheduler.finish(scheduler.running[0], "abort")
