@@ -134,7 +134,7 @@ def preemption() -> Picture:
 
 def windows() -> Picture:
     """Draw lesson 18: the block tables of two groups."""
-    p = Picture("The group with a window frees old blocks; both groups allocate from one pool", 200)
+    p = Picture("The group with a window frees old blocks; both groups allocate from one pool", 184)
     p.text(20, 44, "full attention", "bold")
     p.boxes(180, 26, 76, ["1", "2", "3", "4", "5", "6", "13"], "aaaaaaa")
     p.text(20, 100, "window of 6", "bold")
@@ -142,8 +142,7 @@ def windows() -> Picture:
     for i, words in enumerate(["0..3", "4..7", "8..11", "12..15", "16..19", "20..23", "24..27"]):
         p.text(218 + 80 * i, 72, words, "soft mid")
     p.text(180, 132, "freed: the null block keeps the place", "soft")
-    p.text(20, 166, "one pool, blocks of one size: a block is one place in every memory region,")
-    p.text(20, 186, "and belongs to the group that allocated it")
+    p.text(20, 166, "one pool, blocks of one size: a block belongs to the group that allocated it")
     return p
 
 
@@ -389,7 +388,7 @@ def padding() -> Picture:
 
 
 def regions() -> Picture:
-    """Draw lesson 18: memory regions that the layers of all groups share."""
+    """Draw guide/regions.md: memory regions that the layers of all groups share."""
     p = Picture(
         "Five memory regions: region i holds the i-th layer of every group; a block has one owner", 262
     )
@@ -430,12 +429,10 @@ def state_slots() -> Picture:
         p.text(x + 40, 156, words, "mid soft")
     for x, to in (174, 338), (422, 474), (558, 618):
         p.arrow(x, 123, to, 123)
-    p.text(
-        20,
-        192,
-        "each part of a chunk reads one slot and writes another, so a kept state is never overwritten",
-        "soft",
-    )
+    p.path("M498 108 V94 H534")
+    p.arrow(534, 94, 534, 108)
+    p.text(516, 90, "in place", "soft mid")
+    p.text(20, 192, "A updates its own slot in place; once a state is kept, A writes to another slot", "soft")
     return p
 
 
@@ -452,12 +449,12 @@ PICTURES = {
     "14-drafts.svg": drafts,
     "15-policies.svg": policies,
     "18-groups.svg": windows,
-    "18-regions.svg": regions,
     "18-slots.svg": state_slots,
     "19-ranks.svg": ranks,
     "20-travel.svg": travel,
+    "guide/regions.svg": regions,
 }
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
-        Path(__file__).with_name(name).write_text(draw().svg())
+        (Path(__file__).parent / name).write_text(draw().svg())

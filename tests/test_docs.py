@@ -32,6 +32,7 @@ DOCS = ROOT / "docs"
 LESSONS = sorted(DOCS.glob("[0-9]*.md"))
 AT_LENGTH = ("15-load-and-policies",)  # seconds
 KERNEL, READABLE_GPU = DOCS / "11-a-kernel.md", DOCS / "21-a-gpu-you-can-read.md"  # need Triton
+REGIONS = DOCS / "guide" / "regions.md"  # the page of the guide whose code is run
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 pytestmark = pytest.mark.usefixtures("at_the_root")
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
@@ -59,7 +60,7 @@ def code_blocks(page: Path) -> list[str]:
     "lesson",
     [
         pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in AT_LENGTH else ())
-        for path in LESSONS
+        for path in (*LESSONS, REGIONS)
         if path not in (KERNEL, READABLE_GPU)
     ],
 )

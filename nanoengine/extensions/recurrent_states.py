@@ -2,9 +2,9 @@
 
 A state is overwritten by each token and belongs to one sequence at one position, so a running sequence holds
 a state slot in addition to its blocks. A prefix can be reused only where a state was kept, at the end of a
-block, in a slot of its own. Nothing is copied: layers read the state before a chunk from one slot, and write
-the state after it to another. At the end of a block, a sequence leaves its slot to the prefix cache and
-continues in a new one. docs/18-windows-and-states.md shows it step by step.
+block, in a slot of its own. A sequence updates the state in its slot in place. Nothing is copied: at the end
+of a block, a sequence leaves its slot to the prefix cache, and writes its next state to a new slot.
+docs/18-windows-and-states.md shows it step by step.
 
     slot 0      zeros: the state that every sequence starts from. Never written
     slot 1      discarded states, of trials or padding. Never read
