@@ -342,7 +342,7 @@ def whole_engine() -> Picture:
 
 def flat_rows() -> Picture:
     """Draw lesson 10: the rows of a batch, and the blocks that each attends to."""
-    p = Picture("The rows of a batch belong to sequences, which reach their blocks through their tables", 230)
+    p = Picture("The rows of a batch belong to sequences, which reach their blocks through their tables", 250)
     p.text(20, 44, "rows", "bold")
     p.boxes(120, 26, 56, ["A", "e", "f", "g", "h", "i"], "abbbbb")
     for i, position in enumerate("401234"):
@@ -351,15 +351,15 @@ def flat_rows() -> Picture:
     p.text(20, 96, "cu_seqlens_q", "soft")
     for x, words in (128, "0"), (182, "1"), (480, "6"):
         p.text(x, 96, words, "mid soft")
-    p.text(20, 160, "blocks", "bold")
-    p.boxes(120, 142, 150, ["1: abcd", "2: A...", "3: efgh", "4: ijk."], "aabb")
-    p.arrow(148, 76, 190, 138)
-    p.arrow(148, 76, 340, 138)
-    p.arrow(330, 102, 500, 138)
-    p.arrow(330, 102, 650, 138)
-    p.text(190, 190, "A's table: 1, 2; seq_len 5", "soft")
-    p.text(500, 190, "B's table: 3, 4; seq_len 5", "soft")
-    p.text(20, 218, "letters are tokens; j and k are B's next chunk, so their slots are still empty", "soft")
+    p.text(20, 180, "blocks", "bold")
+    p.boxes(120, 162, 150, ["1: abcd", "2: A...", "3: efgh", "4: i..."], "aabb")
+    for x, width, blocks in (120, 56, (190, 340)), (180, 296, (500, 650)):
+        p.path(f"M{x} 106 v6 h{width} v-6")
+        for block in blocks:
+            p.arrow(x + width / 2, 112, block, 158)
+    p.text(190, 210, "A's table: 1, 2; seq_len 5", "soft")
+    p.text(500, 210, "B's table: 3, 4; seq_len 5", "soft")
+    p.text(20, 238, "dots are empty slots: j and k are B's next chunk", "soft")
     return p
 
 
