@@ -111,25 +111,19 @@ CASES = [
     *(([(1, n) for n in (31, 32, 33, 64, 65, 129, 300)], {"stale": torch.nan, **x}) for x in ({}, SPLIT)),
 ]
 LONG, LONG_SPLIT = [*MIXED, (1, 700), (1, 301), (70, 400)], {"window": 520, "sinks": SINKS}
+SPANS = [(1, n * MIN_SPAN + more) for n, more in ((1, -1), (1, 0), (1, 1), (2, 0), (2, 1))]
 SLOW_CASES = [
-    *((MIXED, {"block_size": size}) for size in (3, 256)),
+    (MIXED, {"block_size": 256, "dtype": torch.float16}),
     (ALL_FRESH, {}),
-    *((lens, {"dtype": torch.float16}) for lens in (MIXED, ALL_DECODES)),
-    *((SHORT, {"head_dim": dim, "stale": torch.nan}) for dim in (64, 80, 96, 256)),
-    *((FEW, {"heads": n, "kv_heads": k}) for n, k in ((8, 1), (3, 3), (71, 1))),
-    *((LONG, {"window": window}) for window in (1, 16, 300, 1000)),
-    *((LONG, {"block_size": 8, "window": 9, **settings}) for settings in (CAPPED, BOTH)),
+    *((SHORT, {"head_dim": dim, "stale": torch.nan}) for dim in (80, 256)),
+    *((FEW, {"heads": n, "kv_heads": k}) for n, k in ((3, 3), (71, 1))),
+    *((LONG, {"window": window}) for window in (16, 1000)),
+    (LONG, {"block_size": 8, "window": 9, **BOTH}),
     (LONG, {"block_size": 8, **WITH_ALIBI}),
-    *((LONG, {"block_size": size, "stale": torch.nan}) for size in (3, 16)),
-    *(
-        (lens, {"stale": torch.nan, **settings})
-        for settings in ({}, LONG_SPLIT)
-        for lens in (
-            [(1, n * MIN_SPAN + more) for n, more in ((1, -1), (1, 0), (1, 1), (2, 0), (2, 1))],
-            [(1, MAX_SPAN + 1)],
-            [(1, 3 * MAX_SPAN // 2 + 5), (3, 500)],
-        )
-    ),
+    (LONG, {"block_size": 3, "stale": torch.nan}),
+    *((SPANS, {"stale": torch.nan, **settings}) for settings in ({}, LONG_SPLIT)),
+    ([(1, MAX_SPAN + 1)], {"stale": torch.nan}),
+    ([(1, 3 * MAX_SPAN // 2 + 5), (3, 500)], {"stale": torch.nan, **LONG_SPLIT}),
 ]
 
 
