@@ -1,11 +1,12 @@
 """Checks the block manager: lessons 4 to 6."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+import nanoengine.nano as solution
 from docs.checks import (
     admit,
     compute,
@@ -77,6 +78,17 @@ def grows_wholly_or_not(nano: Any) -> None:
     expect("The result of may_append, with room in the table", blocks.may_append(seq, 8), True)
     expect("The result of may_append, none left", blocks.may_append(seq, 9), False)
     expect("Blocks in the table", len(seq.block_table), 2)
+
+
+@says("4")
+def grows_into_blocks_with_old_content(nano: Any) -> None:
+    """A free block with registered content is free too: a sequence may grow into it."""
+    blocks, seq = nano.BlockManager(2, 4), make_sequence(nano, "")
+    blocks.evictable_blocks[2] = blocks.empty_blocks.pop()
+    taken = iter((1, 2))
+    blocks._take_free_block = lambda: next(taken)
+    expect("The result of may_append, 1 empty block and 1 with old content", blocks.may_append(seq, 8), True)
+    expect("The block table", seq.block_table, [1, 2])
 
 
 @says("5")
@@ -361,36 +373,110 @@ def refuses_wholly(nano: Any) -> None:
     expect_books_to_agree(blocks, [])
     fits = blocks.allocate(make_sequence(nano, "abcdefghijkl"))
     expect("The result of allocate, where all just fits", fits, True)
+    blocks = nano.BlockManager(1, 4)
+    release(blocks, admit(nano, blocks, "abcd"))
+    blocks._take_free_block = lambda: 1
+    fits = blocks.allocate(make_sequence(nano, "wxyz"))
+    expect("The result of allocate, where the only free block has old content", fits, True)
 
 
-def churn(nano: Any, seed: int, num_blocks: int, block_size: int, free: Callable[[Any, Any], None]) -> None:
-    """Admit and free random sequences, and check the counts, the lists and every hit."""
+@says("all")
+@says("5")
+def finds_its_own_blocks_again(nano: Any) -> None:
+    """A preempted sequence of 4 + 5 tokens hits the two blocks of its first 8: one token is left to compute.
+
+    Blocks that an answer filled are hashed, registered and looked up like those of a prompt.
+    """
+    blocks, seq = nano.BlockManager(8, 4), make_sequence(nano, "abcd")
+    assert blocks.allocate(seq)
+    for letter in "efghi":
+        compute(blocks, seq)
+        seq.token_ids += letters(letter)
+        assert blocks.may_append(seq, len(seq.token_ids))
+    table = seq.block_table
+    release(blocks, seq)
+    expect("The result of allocate", blocks.allocate(seq), True)
+    expect("Its first two blocks, as before", seq.block_table[:2], table[:2])
+    expect("Blocks of 9 tokens", len(seq.block_table), 3)
+    expect("Hit tokens, registered blocks", (seq.num_hit_tokens, seq.num_registered_blocks), (8, 2))
+    expect("Computed tokens", seq.num_computed_tokens, 8)
+
+
+@says("all")
+@says("5")
+def registers_hits_once(nano: Any) -> None:
+    """If a whole prompt of 8 tokens is a hit, 7 are computed, and still both of its blocks are registered."""
+    blocks = nano.BlockManager(8, 4)
+    admit(nano, blocks, "abcdefgh")
+    seq = make_sequence(nano, "abcdefgh")
+    assert blocks.allocate(seq)
+    blocks.register_full_blocks(seq)
+    expect("Registered blocks", seq.num_registered_blocks, 2)
+    compute(blocks, seq)
+    expect("Hits of the prompt", hits_of(nano, blocks, "abcdefgh"), seq.block_table)
+
+
+def churn(
+    nano: Any, seed: int, num_blocks: int, block_size: int, free: Callable[[Any, Any], None]
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Admit, grow, preempt and finish random sequences, and check the counts, the lists and every hit.
+
+    Yields what happened to a sequence, and how it is afterwards.
+    """
     rng, content = random.Random(seed), dict[int, str]()
-    blocks, seqs = nano.BlockManager(num_blocks, block_size), list[Any]()
-    for _ in range(60):
-        text = "".join(rng.choices("ab", k=rng.randint(1, 4 * block_size)))
-        seq = make_sequence(nano, text)
-        admitted = blocks.allocate(seq)
-        for i, block in enumerate(seq.block_table):
-            so_far = text[: (i + 1) * block_size]
-            if i * block_size < seq.num_hit_tokens:
-                expect("The tokens up to the end of a hit block", content.get(block), so_far)
-            content[block] = so_far
-        if admitted:
-            assert seq.num_computed_tokens < len(text), "All tokens of a sequence count as computed."
-            seqs.append(seq)
-            compute(blocks, seq)
-        while seqs and (not admitted or len(seqs) > 3):
-            free(blocks, seqs.pop(rng.randrange(len(seqs))))
-            admitted = True
-        expect_books_to_agree(blocks, seqs)
+    blocks, running, preempted = nano.BlockManager(num_blocks, block_size), list[Any](), list[Any]()
+    for _ in range(120):
+        new = rng.choices(letters("ab"), k=rng.randint(1, block_size))
+        if running and rng.random() < 0.6:
+            what, seq = "grows", rng.choice(running)
+            fits = blocks.may_append(seq, len(seq.token_ids) + len(new))
+            seq.token_ids += new if fits else []
+        else:
+            what = "is admitted again" if preempted else "is admitted"
+            text = "".join(rng.choices("ab", k=rng.randint(1, 4 * block_size)))
+            seq = preempted.pop() if preempted else make_sequence(nano, text)
+            fits = blocks.allocate(seq)
+            running += [seq] if fits else []
+            assert seq.num_computed_tokens < len(seq.token_ids), "All tokens of a sequence count as computed."
+        prefixes = [text_of(seq)[: end * block_size] for end in range(1, len(seq.block_table) + 1)]
+        num_hits = seq.num_hit_tokens // block_size
+        for block, prefix in zip(seq.block_table[:num_hits], prefixes, strict=False):
+            expect("The tokens up to the end of a hit block", content.get(block), prefix)
+        if fits:  # compute a part of what is left
+            seq.num_computed_tokens = rng.randint(seq.num_computed_tokens, len(seq.token_ids))
+            full = slice(num_hits, seq.num_computed_tokens // block_size)
+            content.update(zip(seq.block_table[full], prefixes[full], strict=True))
+            blocks.register_full_blocks(seq)
+        state = {"blocks": len(seq.block_table), "hit tokens": seq.num_hit_tokens}
+        state |= {"computed": seq.num_computed_tokens, "registered blocks": seq.num_registered_blocks}
+        if running and (not fits or len(running) > 3):
+            last = running.pop(rng.randrange(len(running)))
+            free(blocks, last)
+            preempted += rng.choices(([], [last]))[0]
+        expect_books_to_agree(blocks, running)
+        yield (
+            f"A sequence of {len(seq.token_ids)} tokens, {seq.num_prompt_tokens} of them prompt, {what}",
+            state,
+        )
+
+
+def expect_our_states(nano: Any, num_blocks: int, free: Callable[[Any, Any], None]) -> None:
+    """Do the same with nano.py's block manager, and compare each sequence after each call."""
+    for block_size in 3, 4:
+        ours = churn(solution, block_size, num_blocks, block_size, lambda blocks, seq: blocks.free(seq))
+        for (what, got), (_, right) in zip(
+            churn(nano, block_size, num_blocks, block_size, free), ours, strict=True
+        ):
+            expect(what, got, right)
 
 
 @says("5")
 def keeps_the_books(nano: Any) -> None:
-    """After any admissions, counts and block tables agree, and each hit holds the right tokens."""
-    for block_size in 3, 4:
-        churn(nano, block_size, 300, block_size, release)
+    """Random sequences are admitted, grow, are preempted and admitted again: each hit holds the right tokens.
+
+    Counts, lists and block tables agree after each call.
+    """
+    expect_our_states(nano, 300, release)
 
 
 @says("6")
@@ -402,6 +488,23 @@ def counts_users(nano: Any) -> None:
     expect("Free blocks of 8", blocks.num_free_blocks, 6)
     blocks.free(b)
     expect("Free blocks when both have finished", blocks.num_free_blocks, 8)
+
+
+@says("6")
+def frees_all_blocks(nano: Any) -> None:
+    """All blocks are freed: in the middle of a prompt too, and if the last token has no block yet."""
+    blocks, seq = nano.BlockManager(8, 4), make_sequence(nano, "abcdefgh")
+    assert blocks.allocate(seq)
+    seq.num_computed_tokens = 2
+    blocks.free(seq)
+    expect("Free blocks of 8, after a preemption with 2 of 8 tokens computed", blocks.num_free_blocks, 8)
+    seq = admit(nano, blocks, "abcd")
+    seq.token_ids += letters("efgh")
+    assert blocks.may_append(seq, 8)
+    compute(blocks, seq)
+    seq.token_ids += letters("i")
+    blocks.free(seq)
+    expect("Free blocks of 8, after an answer whose last token has no block", blocks.num_free_blocks, 8)
 
 
 @says("6")
@@ -478,8 +581,8 @@ def keeps_content_of_free_blocks(nano: Any) -> None:
     expect("Blocks hit", len(hits_of(nano, blocks, "abcdef")), 1)
 
 
+@says("all")
 @says("6")
 def keeps_the_books_with_evictions(nano: Any) -> None:
     """After any calls, counts, lists and block tables agree, and each hit holds the right tokens."""
-    for block_size in 3, 4:
-        churn(nano, block_size, 9, block_size, lambda blocks, seq: blocks.free(seq))
+    expect_our_states(nano, 9, lambda blocks, seq: blocks.free(seq))

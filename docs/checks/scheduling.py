@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+import nanoengine.nano as solution
 from docs.checks import (
     STOP,
     add,
@@ -17,6 +18,7 @@ from docs.checks import (
     serve,
     state_of,
     text_of,
+    use_ours,
 )
 
 
@@ -62,6 +64,12 @@ def stops_at_max_tokens(nano: Any) -> None:
     run(scheduler)
     expect("Ended after two", seq.is_finished, True)
     expect("Tokens", text_of(seq), "abcxx")
+    scheduler = make_scheduler(nano, 2)
+    (seq,) = add(nano, scheduler, ("abcdef", 10))
+    expect("max_num_tokens, with room for 8 tokens and one that is never computed", seq.max_num_tokens, 9)
+    for _ in range(3):
+        run(scheduler)
+    expect("Ended with 9 tokens", seq.is_finished, True)
 
 
 @says("7")
@@ -118,6 +126,19 @@ def spends_the_budget(nano: Any) -> None:
 
 
 @says("7")
+def counts_what_chunks_compute(nano: Any) -> None:
+    """Each chunk takes its length from the budget, and no more: hits cost nothing, the rest of a prompt does.
+
+    A prompt that is longer than the budget is admitted too: its chunk is a part of it.
+    """
+    scheduler = make_scheduler(nano, 9, budget=7)
+    use_ours(scheduler, "_schedule_chunk")
+    add(nano, scheduler, ("aaaabbbbcc", 9), ("aaaabbb", 9), ("d", 9), ("e", 9))
+    expect("Step 1, with a budget of 7", run(scheduler), [("a", 0, 7)])
+    expect("Step 2", run(scheduler), [("a", 7, 10), ("a", 4, 7), ("d", 0, 1)])
+
+
+@says("7")
 def passes_over_the_preempted(nano: Any) -> None:
     """A sequence that `_make_room` preempts for another one gets no chunk in this step.
 
@@ -170,12 +191,28 @@ def makes_room_before_it_schedules(nano: Any) -> None:
     expect("The calls", asked, ["room for a", "a", "room for b", "b"])
 
 
+def expect_our_steps(nano: Any, ours: str = "") -> None:
+    """Serve requests with few blocks and a small budget, and compare each step with nano.py's."""
+    for seed in range(12):
+        limits = seed, 4 + seed % 3, 4, 3 + seed % 4
+        scheduler, steps = serve(nano, *limits, ours=ours)
+        expected, right = serve(solution, *limits)
+        for i, (got, chunks) in enumerate(zip(steps, right, strict=True)):
+            what = (
+                f"Step {i}, with {limits[1]} blocks of 4 and a budget of {limits[3]}: (request, start, end)"
+            )
+            expect(what, got, chunks)
+        expect("Preemptions", scheduler.num_preemptions, expected.num_preemptions)
+        expect("Free blocks at the end", scheduler.block_manager.num_free_blocks, limits[1])
+
+
 @says("7")
 def serves_random_requests(nano: Any) -> None:
     """Twelve random requests get the same answers as without a cache, and all of their blocks come back."""
     for block_size in 3, 4:
-        scheduler = serve(nano, block_size, 200, block_size, 1000)
+        scheduler, _ = serve(nano, block_size, 200, block_size, 1000)
         expect("Free blocks at the end", scheduler.block_manager.num_free_blocks, 200)
+    expect_our_steps(nano, "_schedule_chunk _make_room")
 
 
 @says("8")
@@ -199,6 +236,18 @@ def draws_at_the_end_only(nano: Any) -> None:
     expect("A decode samples", scheduler._schedule_chunk(seq, 6).samples, True)
 
 
+@says("all")
+@says("8")
+def recomputes_answers_like_prompts(nano: Any) -> None:
+    """A preempted sequence of 4 + 5 tokens is recomputed as [0, 6) and [6, 9), and only the end samples."""
+    scheduler, seq = make_scheduler(nano, 9), make_sequence(nano, "abcd")
+    seq.token_ids += letters("efghi")
+    assert scheduler.block_manager.may_append(seq, 9)
+    chunks = [scheduler._schedule_chunk(seq, 6) for _ in range(2)]
+    expect("The chunks, with a budget of 6", [(c.start, c.end) for c in chunks], [(0, 6), (6, 9)])
+    expect("Which of them sample", [chunk.samples for chunk in chunks], [False, True])
+
+
 @says("8")
 def starts_behind_hits(nano: Any) -> None:
     """A chunk begins at the first uncomputed token, and the budget limits its length.
@@ -211,6 +260,11 @@ def starts_behind_hits(nano: Any) -> None:
         seq.num_computed_tokens = 5
         chunk = scheduler._schedule_chunk(seq, budget)
         expect(f"Chunk with a budget of {budget}", (chunk.start, chunk.end), expected)
+    scheduler = make_scheduler(nano, 9)
+    for seq in add(nano, scheduler, ("abcdefgh", 9), ("abcdefgh", 9)):
+        assert scheduler.block_manager.allocate(seq)
+        chunk = scheduler._schedule_chunk(seq, 9)
+    expect("Chunk of a prompt that is all hits", (chunk.start, chunk.end, chunk.samples), (7, 8, True))
 
 
 @says("8")
@@ -237,6 +291,7 @@ def keeps_the_budget(nano: Any) -> None:
     expect("Step 2", run(scheduler), [("a", 3, 4), ("b", 1, 4)])
     for budget in 1, 5:
         serve(nano, budget, 200, 4, budget)
+    expect_our_steps(nano, "_make_room")
 
 
 def scarce(nano: Any, *texts: str) -> Any:
@@ -263,7 +318,7 @@ def keeps_tokens(nano: Any) -> None:
     run(scheduler)
     expect("Waiting sequences", len(scheduler.waiting), 1)
     seq = scheduler.waiting[0]
-    expect("Tokens", len(seq.token_ids), 9)
+    expect("Tokens, and tokens of the prompt", (len(seq.token_ids), seq.num_prompt_tokens), (9, 7))
     expect("What the sequence holds", state_of(seq), state_of(make_sequence(nano, text_of(seq))))
 
 
@@ -312,6 +367,17 @@ def preempts_itself(nano: Any) -> None:
 
 
 @says("9")
+def preempts_a_prompt_in_progress(nano: Any) -> None:
+    """If the last sequence is in the middle of its prompt, it is preempted all the same."""
+    scheduler = make_scheduler(nano, 4, budget=6)
+    first, second = add(nano, scheduler, ("aaaa", 5), ("bbbbbbbbb", 5))
+    run(scheduler)
+    expect("Computed tokens of the last", second.num_computed_tokens, 2)
+    expect("The result of _make_room, no block is free", scheduler._make_room(first), True)
+    expect("Running, waiting", (scheduler.running, [*scheduler.waiting]), ([first], [second]))
+
+
+@says("9")
 def preempts_only_if_needed(nano: Any) -> None:
     """If there is a free block, or room in the last one, no sequence is preempted."""
     scheduler = make_scheduler(nano, 4)
@@ -334,8 +400,16 @@ def all_end(nano: Any) -> None:
         run(scheduler)
     expect("Ended", [seq.is_finished for seq in seqs], [True] * 3)
     expect("Tokens", [len(seq.token_ids) for seq in seqs], [12] * 3)
-    for num_blocks in 6, 8:
-        serve(nano, num_blocks, num_blocks, 4, 7)
+
+
+@says("all")
+@says("9")
+def answers_survive(nano: Any) -> None:
+    """With few blocks and a small budget, twelve random requests get the same answers as without limits.
+
+    Each step computes the same chunks as nano.py's.
+    """
+    expect_our_steps(nano)
 
 
 @says("14")
