@@ -72,27 +72,56 @@ class Picture:
         return "\n".join([*self.parts, "</svg>", ""])
 
 
+def causal_scores() -> Picture:
+    """Draw lesson 1: the scores of four tokens, and the weights that a softmax of each row makes of them."""
+    scores = [[1.2], [0.3, 1.8], [0.9, 2.1, 0.4], [0.1, 1.0, 2.2, 0.6]]
+    words = ["the", "cat", "sat", "down"]
+    p = Picture("Q times K transposed: a token's row has scores for itself and the tokens before it", 272)
+    p.text(220, 28, "scores: Q Kᵀ / √d", "bold mid")
+    p.text(660, 28, "weights of the values: each row sums to 1", "bold mid")
+    p.text(84, 56, "Q ↓  K →", "end soft")
+    for i, row in enumerate(scores):
+        y, weights = 66 + 40 * i, [math.exp(score) for score in row]
+        p.text(80, y + 22, words[i], "end")
+        for j, word in enumerate(words):
+            is_seen = j <= i
+            p.box(92 + 66 * j, y, 60, f"{row[j]:.1f}" if is_seen else "-∞", "a" if is_seen else "none", 34)
+            share = f"{weights[j] / sum(weights):.2f}" if is_seen else "0"
+            p.box(532 + 66 * j, y, 60, share, "b" if is_seen else "none", 34)
+            if i == 0:
+                p.text(122 + 66 * j, 56, word, "mid")
+                p.text(562 + 66 * j, 56, word, "mid")
+    p.arrow(372, 143, 516, 143)
+    p.text(444, 132, "softmax", "mid soft")
+    p.text(
+        20,
+        256,
+        "Rows are independent: with a KV cache (lesson 2), a step computes only the rows of its new tokens.",
+        "soft",
+    )
+    return p
+
+
 def shared_blocks() -> Picture:
     """Draw lesson 5: two tables point to the same blocks."""
-    p = Picture("Two sequences share the blocks of their common beginning", 226)
+    p = Picture("Two sequences share the blocks of their common beginning", 240)
     p.text(20, 44, "A's block table", "bold")
     p.boxes(150, 26, 60, ["1", "2", "3"], "aaa")
-    p.text(20, 204, "B's block table", "bold")
-    p.boxes(150, 186, 60, ["1", "2", "4"], "bbb")
-    contents = [("1", "abcd", "c"), ("2", "efgh", "c"), ("3", "ij..", "a"), ("4", "xy..", "b")]
-    for i, (block, letters, kind) in enumerate(contents):
-        p.box(150 + 175 * i, 100, 120, f"{block}: {letters}", kind)
-    p.arrow(270, 113, 323, 113)
-    p.text(296, 92, "parent", "soft mid")
+    p.text(20, 218, "B's block table", "bold")
+    p.boxes(150, 200, 60, ["1", "2", "4"], "bbb")
+    contents = [("1: abcd", 2, "c"), ("2: efgh", 2, "c"), ("3: ij..", 1, "a"), ("4: xy..", 1, "b")]
+    for i, (words, users, kind) in enumerate(contents):
+        p.box(150 + 175 * i, 100, 120, "", kind, 44)
+        p.text(210 + 175 * i, 118, words, "mid")
+        p.text(210 + 175 * i, 136, f"ref_count {users}", "mid bold" if users > 1 else "mid soft")
+    p.arrow(270, 122, 323, 122)
+    p.text(296, 114, "parent", "soft mid")
     p.text(690, 60, "keys: chained hashes", "soft")
     p.text(690, 78, "of full blocks only", "soft")
     for i, column in enumerate([0, 1, 2]):
         p.arrow(180 + 64 * i, 52, 210 + 175 * column, 98)
     for i, column in enumerate([0, 1, 3]):
-        p.arrow(180 + 64 * i, 186, 210 + 175 * column, 128)
-    for i, users in enumerate(["2x", "2x", "1x", "1x"]):
-        p.text(290 + 175 * i, 118 if i else 140, users, "bold" if i < 2 else "soft")
-    p.text(690, 172, "2x: in use by two", "soft")
+        p.arrow(180 + 64 * i, 200, 210 + 175 * column, 146)
     return p
 
 
@@ -437,6 +466,7 @@ def state_slots() -> Picture:
 
 
 PICTURES = {
+    "01-scores.svg": causal_scores,
     "03-roofline.svg": roofline,
     "05-sharing.svg": shared_blocks,
     "06-free-lists.svg": free_lists,

@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"[{text}](https://github.com/{REPOSITORY}/blob/main/{place})" if REPOSITORY else text
 
     markdown = re.sub(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)\)", replace, markdown)
-    return markdown.replace("<details>", '<details markdown="1">')
+    return markdown.replace("\n<details>", '\n<details markdown="1">')
 
 
 def on_post_build(config: Any) -> None:
