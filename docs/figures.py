@@ -257,8 +257,8 @@ def roofline() -> Picture:
 
 
 def policies() -> Picture:
-    """Draw lesson 15: five requests in two orders, and how long each waits."""
-    p = Picture("Shortest first: four short requests wait less, and the long one waits longer", 230)
+    """Draw lesson 15: five requests in two orders, and how long each takes from its arrival to its end."""
+    p = Picture("Shortest first: four short requests end sooner, and the long one later", 230)
     arrivals = {"L": 0.0, "A": 0.0, "B": 0.0, "C": 1.5, "D": 2.5}
     for i, (name, order) in enumerate([("first come", "LABCD"), ("shortest", "ABCDL")]):
         x, y, clock = 130.0, 40.0 + 80 * i, 0.0
@@ -268,13 +268,10 @@ def policies() -> Picture:
             clock += seconds
             p.box(x, y, 72 * seconds - 4, letter, {"L": "a", "A": "b", "B": "b"}.get(letter, "c"))
             x += 72 * seconds
-            p.text(x - 6, y + 46, f"waits {clock - arrivals[letter]:g}", "end soft")
-    p.text(20, 202, "L takes 5 seconds, the others 1. L, A and B arrive at 0, C at 1.5 and D at 2.5.")
-    p.text(
-        20,
-        222,
-        "Median wait 6.5, then 1.5. Longest wait 7, then 9: L waits while shorter ones keep arriving.",
-    )
+            p.text(x - 6, y + 46, f"{clock - arrivals[letter]:g} s", "end soft")
+    work = "L needs 5 seconds of work, the others 1. L, A and B arrive at 0, C at 1.5 and D at 2.5."
+    p.text(20, 202, f"{work} Below each: from arrival to end.")
+    p.text(20, 222, "The median falls from 6.5 to 1.5 s. The longest grows from 7 to 9: L waits for all.")
     return p
 
 
