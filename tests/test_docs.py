@@ -30,7 +30,6 @@ from tests.test_structure import PACKAGE, imports_of
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LESSONS = sorted(DOCS.glob("[0-9]*.md"))
-AT_LENGTH = ("15-load-and-policies",)  # seconds
 KERNEL, READABLE_GPU = DOCS / "11-a-kernel.md", DOCS / "21-a-gpu-you-can-read.md"  # need Triton
 REGIONS = DOCS / "guide" / "regions.md"  # the page of the guide whose code is run
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
@@ -58,11 +57,7 @@ def code_blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "lesson",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in AT_LENGTH else ())
-        for path in (*LESSONS, REGIONS)
-        if path not in (KERNEL, READABLE_GPU)
-    ],
+    [pytest.param(path, id=path.stem) for path in (*LESSONS, REGIONS) if path not in (KERNEL, READABLE_GPU)],
 )
 def test_a_lesson_prints_what_it_says(lesson):
     run(lesson)
