@@ -42,9 +42,9 @@ Transfer = Callable[[Tensor], Download]
 def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> Tensor:
     """Tabulate each row's token: its log-probability and rank, and the num_logprobs (-1: all) best tokens.
 
-    Shapes: logits (R, V), token_ids (R,) int64. The result is a single table, so that one transfer is enough:
-    (R, 2 + 2 k) int32. Each row holds the log-probability, the rank, the k highest log-probabilities and
-    their k token ids. Floats are stored as their bits.
+    The result is a single table, so that one transfer is enough: (R, 2 + 2 k) int32. Each row holds the
+    log-probability, the rank, the k highest log-probabilities and their k token ids. Floats are stored as
+    their bits.
     """
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
@@ -57,10 +57,9 @@ def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> T
 def report_samples(
     logits: Tensor, requested: Sequence[int | None], tokens: Tensor, transfer: Transfer, first: int = 0
 ) -> list[LogprobTable]:
-    """Queue the requested log-probabilities of sampled tokens.
+    """Queue log-probabilities of sampled tokens: as many as `requested` for each row, or None.
 
-    Shapes: logits (R, V), tokens (R,) int64. `requested` has the number of log-probabilities per
-    row, or None. `first` is the index of the first of these rows in the step.
+    `first` is the index of the first of these rows in the step.
     """
     by_number: dict[int, list[int]] = {}
     for i, num_logprobs in enumerate(requested):
@@ -96,11 +95,7 @@ def report_prompts(
 ) -> list[PromptReport]:
     """Queue log-probabilities of the prompt tokens that a step predicts, for sequences that request them.
 
-    Args:
-        chunks: the chunks of the step.
-        hidden: (T, E), the hidden states of all chunks, concatenated.
-        compute_logits: maps hidden states, (R, E), to logits, (R, V).
-        transfer: starts copying a tensor to the host.
+    `hidden`, (T, E), are the hidden states of all chunks of the step, concatenated.
     """
     reports, row = [], 0
     for chunk in chunks:

@@ -83,10 +83,8 @@ def _add(counts: Tensor, at: tuple[Tensor, ...], numbers: Tensor) -> None:
 class Penalties:
     """Penalizes rows in consecutive steps that sample the same sequences.
 
-    Args:
-        rows: `SamplingRow`s. After a sequence's first row come its rows for draft tokens.
-        counts: the token counts of the rows' sequences.
-        first: the index of the first of these rows in the step.
+    After a sequence's first row come its rows for draft tokens. `first` is the index of the first of these
+    rows in the step.
     """
 
     def __init__(self, rows: Sequence[Any], counts: TokenCounts, first: int) -> None:
@@ -106,10 +104,7 @@ class Penalties:
         self.on_device: list[Tensor] = []
 
     def apply(self, logits: Tensor, last: Tensor) -> None:
-        """Count the last token of each row, and edit the logits, (R, V) float32, in place.
-
-        `last` holds the last token of each row of the step, int64.
-        """
+        """Count the last token of each row of the step, and edit the logits, (R, V) float32, in place."""
         counts, device = self.counts, logits.device
         if counts.counts is None:
             size, max_model_len = counts.shape
@@ -169,15 +164,6 @@ class RequestEdits:
         self.last = {beginning: np.array(ids, np.int64) for beginning, ids in last.items()}  # of bad words
         self.lengths = {len(beginning) for beginning in last}
 
-    @classmethod
-    def of(cls, row: Any) -> "RequestEdits":
-        """Return the edits of a row's request."""
-        params = row.params
-        if params.edits is None or params.edits.source != (row.stop_ids, row.bad_words):
-            params.edits = cls(row)
-        edits: RequestEdits = params.edits
-        return edits
-
     def bans(self, row: Any) -> Iterator[NDArray[np.int64]]:
         """Yield the tokens that are banned at the row's position."""
         if row.position - row.num_prompt_tokens < row.params.min_tokens:
@@ -190,14 +176,19 @@ class RequestEdits:
                     yield last
 
 
-class BatchEdits:
-    """Holds the edits of rows in consecutive steps that sample the same sequences.
+def edits_of(row: Any) -> RequestEdits:
+    """Return the edits of a row's request."""
+    edits: RequestEdits | None = row.params.edits
+    if edits is None or edits.source != (row.stop_ids, row.bad_words):
+        row.params.edits = edits = RequestEdits(row)
+    return edits
 
-    The biases and allowed tokens of all rows are collected here, so that each kind of edit is one operation.
-    """
+
+class BatchEdits:
+    """Collects the edits of all rows that sample the same sequences, so that each kind is one operation."""
 
     def __init__(self, rows: Sequence[Any], edited: Sequence[int], device: torch.device) -> None:
-        self.of_rows = [(i, RequestEdits.of(rows[i])) for i in edited]
+        self.of_rows = [(i, edits_of(rows[i])) for i in edited]
         biased = [(i, edits) for i, edits in self.of_rows if len(edits.biased)]
         self.biased = _index([(i, edits.biased) for i, edits in biased], device)
         biases = [edits.biases for _, edits in biased] or [np.zeros(0, np.float32)]

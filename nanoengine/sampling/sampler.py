@@ -55,12 +55,9 @@ class RowProcessor(Protocol):
         """Edit logits, (R, V), in place. They are float32; a mask may get the model's dtype instead.
 
         A processor that fails must not raise, because the other rows continue. It records its `failure`, and
-        leaves logits from which no token can be sampled: NaN, or all -inf.
-
-        Args:
-            logits: the logits of all rows of the step.
-            items: (row index, processor, row) for each row that has a processor of this class. A sequence
-                with draft tokens has consecutive rows, each one token longer than the one before.
+        leaves logits from which no token can be sampled: NaN, or all -inf. `items` holds (row index,
+        processor, row) for each row that has a processor of this class. A sequence with draft tokens has
+        consecutive rows, each one token longer than the one before.
         """
 
 
@@ -157,15 +154,14 @@ CACHED_LOGITS = 1 << 20  # number of float32 logits that fit in a CPU's caches
 FILTERED_ROWS = 64  # rows filtered at a time on a GPU and for log-probabilities, to limit memory
 
 
-def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract each row's largest logit, then divide by the row's temperature, in float32.
+def scale_logits(logits: Tensor, divisors: Tensor) -> Tensor:
+    """Subtract each row's largest logit, then divide by the row's temperature, (R, 1), in float32.
 
-    Subtracting first keeps the division from overflowing, however small the temperature is. Shapes: logits
-    (R, V), temperatures (R, 1). Returns the scaled logits, (R, V), and each row's largest logit, (R, 1).
+    Subtracting first keeps the division from overflowing, however small the temperature is.
     """
     logits = logits.float()
-    largest = logits.amax(-1, keepdim=True)
-    return (logits - largest).div_(divisors), largest  # in place: allocating costs more than the arithmetic
+    # In place: allocating costs more than the arithmetic.
+    return (logits - logits.amax(-1, keepdim=True)).div_(divisors)
 
 
 def draw_chunks(chunks: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
@@ -217,16 +213,8 @@ def draw_tokens(
     """Sample one token per row, without waiting for a GPU. A row's token does not depend on the other rows.
 
     The order is vLLM's: biases, penalties, bans and processors, then temperature, then min_p, top_k and
-    top_p, then one sample.
-
-    Args:
-        logits: (R, V), any floating dtype, not modified.
-        rows: the R sequences.
-        draw: `draw_rows`, or a kernel that does the same.
-        settings: the rows' settings, if already known.
-
-    Returns:
-        (R,) int64. -1 marks a row whose largest logit is not finite: one is NaN, or no token is allowed.
+    top_p, then one sample. The logits, (R, V), are not modified. Returns (R,) int64. -1 marks a row whose
+    largest logit is not finite: one is NaN, or no token is allowed.
     """
     settings = RowSettings(rows) if settings is None else settings
     processors = settings.processors
@@ -257,7 +245,8 @@ def _draw_part(logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawChunk
     given = logits, logits.amax(-1, keepdim=True).float(), numbers[0].float().unsqueeze(1), numbers[1]
     # Rows with a top_k need only their largest logits, and rows without filters only sums of weights.
     with_k = ~is_greedy & (metadata.top_k > 0) & (metadata.top_k <= MAX_SELECTED)
-    filtered = ~is_greedy & ~with_k & _filters(metadata)
+    has_filter = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
+    filtered = ~is_greedy & ~with_k & has_filter
     tokens: Tensor | None = None
     kinds: list[tuple[NDArray[np.bool_], Callable[..., Tensor]]] = [
         (with_k, _draw_selected),
@@ -286,8 +275,8 @@ def _draw_filtered(
     tokens = torch.empty_like(u, dtype=torch.int64)
     for i, (part, of_part) in enumerate(_split(logits, metadata, FILTERED_ROWS)):
         rows = slice(i * FILTERED_ROWS, i * FILTERED_ROWS + len(part))
-        scaled, _ = scale_logits(part, divisors[rows])
-        _filter(scaled, of_part)
+        scaled = scale_logits(part, divisors[rows])
+        filter_logits(scaled, of_part)
         ones = torch.ones_like(divisors[rows])
         tokens[rows] = draw_chunks(in_chunks(scaled)[0], torch.zeros_like(ones), ones, u[rows])
     return tokens
@@ -311,11 +300,11 @@ def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -
     sampled them may add probabilities in another order. Shapes: (R, V) -> (R, V) float32.
     """
     divisors = np.where(metadata.temperature == 0, np.float32(1), metadata.temperature)
-    scaled, _ = scale_logits(logits, upload(divisors, logits.device).unsqueeze(1))
+    scaled = scale_logits(logits, upload(divisors, logits.device).unsqueeze(1))
     at = tokens.clamp(min=0).unsqueeze(1)
     drawn = scaled.gather(1, at)
     for part, of_part in _split(scaled, metadata, FILTERED_ROWS):
-        _filter(part, of_part)
+        filter_logits(part, of_part)
     return scaled.scatter_(1, at, drawn)
 
 
@@ -364,16 +353,6 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = (z ^ (z >> np.uint64(31))) >> np.uint64(11)
     return np.asarray(z * 2.0**-53)
-
-
-def _filter(scaled: Tensor, metadata: SamplingMetadata) -> None:
-    """Set the logits that min_p, top_k and top_p exclude to -inf, in place."""
-    if _filters(metadata).any():
-        filter_logits(scaled, metadata)
-
-
-def _filters(metadata: SamplingMetadata) -> NDArray[np.bool_]:
-    return (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
 
 
 def _pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
+from nanoengine.sampling.filters import filter_logits
 from nanoengine.sampling.penalties import edit_logits
 from nanoengine.sampling.sampler import (
     FILTERED_ROWS,
     RowSettings,
     SamplingRow,
-    _filter,
     draw_rows,
     sample_rows,
 )
@@ -374,11 +374,11 @@ def test_filters_keep_what_a_stable_sort_keeps_in_any_batch(vocab_size, step):
     greedy_rows = [i for i, p in enumerate(params) if p.temperature == 0]
     expected[greedy_rows] = scaled[greedy_rows]  # nothing is sampled from them
     together, rows = scaled.clone(), [row(p) for p in params]
-    _filter(together, metadata_of(rows))
+    filter_logits(together, metadata_of(rows))
     assert torch.equal(together, expected)
     for i in range(len(rows)):
         alone = scaled[i : i + 1].clone()
-        _filter(alone, metadata_of(rows[i : i + 1]))
+        filter_logits(alone, metadata_of(rows[i : i + 1]))
         assert torch.equal(alone[0], expected[i])
 
 
