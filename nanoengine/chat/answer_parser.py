@@ -168,9 +168,7 @@ class Formats(NamedTuple):
         """Return the response template's fields for an answer. `AnswerParser` documents the arguments."""
         fields = {"reasoning": self.reasoning_field} if self.reasoning else {}
         if is_structured:
-            if self.reasoning != "deepseek_r1":
-                return {"content": CONTENT}
-            return {**fields, "content": CONTENT}
+            return {**(fields if self.reasoning == "deepseek_r1" else {}), "content": CONTENT}
         if forced:
             fields["tool_calls"] = TOOL_FORMATS[self.forced_tools].field
             if self.forced_tools == NO_TAG:  # the grammar allows only calls, so one may be anywhere
@@ -227,8 +225,7 @@ def chosen(setting: str, name: str, marks: dict[str, str], template: str) -> str
 def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto") -> Formats:
     """Choose a model's formats by name, or by its tokenizer.
 
-    Raises:
-        ValueError: there is no format of that name, or the tokenizer's response template is malformed.
+    Raises ValueError if there is no format of that name, or the tokenizer's response template is malformed.
     """
     template = json.dumps(getattr(tokenizer, "chat_template", None), ensure_ascii=False)
     own = getattr(tokenizer, "response_template", None) if (tools, reasoning) == ("auto", "auto") else None
@@ -281,29 +278,18 @@ class Tag(NamedTuple):
 
 
 class AnswerParser:
-    """Splits one sample's text into content, reasoning and tool calls as the text arrives.
-
-    Args:
-        formats: how the model writes.
-        prompt: the prompt's text. Its end may already open a region of the answer.
-        tools: the tools shown to the model. If there are none, text that looks like a call stays text.
-        forced: whether a grammar forces the model to call the tools.
-        is_structured: whether the answer is structured output: all text after the reasoning is then content.
-        max_calls: limit on tool calls. Further ones are left out.
-        params: the request's, for its stop strings, which apply to content.
-        begins_with_calls: whether there are no calls after content, which is structured output.
-    """
+    """Splits one sample's text into content, reasoning and tool calls as the text arrives."""
 
     def __init__(
         self,
         formats: Formats,
-        prompt: str,
-        tools: list[dict[str, Any]],
-        forced: bool = False,
-        is_structured: bool = False,
-        max_calls: int = MANY,
-        params: SamplingParams | None = None,
-        begins_with_calls: bool = False,
+        prompt: str,  # its end may already open a region of the answer
+        tools: list[dict[str, Any]],  # if there are none, text that looks like a call stays text
+        forced: bool = False,  # a grammar forces the model to call the tools
+        is_structured: bool = False,  # all text after the reasoning is content
+        max_calls: int = MANY,  # further calls are left out
+        params: SamplingParams | None = None,  # the request's, for its stop strings, which apply to content
+        begins_with_calls: bool = False,  # there are no calls after content, which is structured output
     ) -> None:
         self.begins_with_calls = begins_with_calls
         self.params, self.held_back = params or SamplingParams(), ""

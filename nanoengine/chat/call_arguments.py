@@ -27,11 +27,7 @@ IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\.)*+')
 
 
 class CallEnd:
-    """Decides which end tag ends a call. A tag inside a value is part of the value.
-
-    Args:
-        field: the response template's field for calls.
-    """
+    """Decides which end tag ends a call. A tag inside a value is part of the value."""
 
     def __init__(self, field: Any) -> None:
         args = field.content_args
@@ -143,11 +139,9 @@ def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
     """
 
     def with_keys(text: str) -> str:
-        return (
-            BARE_KEY.sub(lambda found: f'"{found[1]}":' if found[1] else found[0], text)
-            if bare_keys
-            else text
-        )
+        if not bare_keys:
+            return text
+        return BARE_KEY.sub(lambda found: f'"{found[1]}":' if found[1] else found[0], text)
 
     pieces, position = [], 0
     opening = re.compile("|".join(map(re.escape, quotes)) or r"(?!)")

@@ -46,10 +46,7 @@ def as_json(schema: dict[str, Any], style: dict[str, Any]) -> str:
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments.
-
-    A function accepts only the arguments it names, although a schema that does not say so allows more.
-    """
+    """Return the JSON schema of a tool's arguments, which allows only those that it names."""
     return {"type": "object", "properties": {}, **closed(tool["function"].get("parameters") or {})}
 
 
@@ -79,11 +76,7 @@ def moved(schema: Any, where: str) -> Any:
 
 # ---- Strict tools --------------------------------------------------------------------------------
 
-TERMINALS = r"""
-TEXT: /(.|\n)*/
-SPACE: /\s{0,9}/
-LINE: "\n"?
-"""
+TERMINALS = 'TEXT: /(.|\\n)*/\nSPACE: /\\s{0,9}/\nLINE: "\\n"?'
 NO_THOUGHT = r" & ~/\s{0,9}<think>(.|\n)*/"  # a thought at the start is part of the preamble
 
 
@@ -119,9 +112,8 @@ def mistral(tools: Tools, special: dict[str, int]) -> list[str]:
     """Return the rules of text with calls of mistral at its end."""
     tag, call_id, arguments = (literal(name, special) for name in ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"))
     schema, (_, first, _) = call_schema(tools, "arguments"), text_with("[TOOL_CALLS]", special)
-    calls = [
-        as_json({"type": "array", "minItems": 1, "items": {"anyOf": schema.pop("anyOf")}} | schema, SPACED)
-    ]
+    listed = {"type": "array", "minItems": 1, "items": {"anyOf": schema.pop("anyOf")}}
+    calls = [as_json(listed | schema, SPACED)]
     for tool in tools:
         head = f"{json.dumps(tool['function']['name'])} ({call_id} /\\w{{1,99}}/)? {arguments}"
         calls.append(f"{head} {as_json(parameters_of(tool), SPACED)}")
@@ -146,20 +138,17 @@ def harmony(tools: Tools, special: dict[str, int]) -> list[str]:
     """Return the rules of messages of harmony, of which only calls have a recipient in their headers."""
     names = "start", "channel", "constrain", "message", "end", "call", "return"
     *heads, message, end, call, over = (literal(f"<|{name}|>", special) for name in names)
-    head = f"({' | '.join(heads)})"
-    calls = "".join(
-        f" | (WORDS {head})* TO_{i} AFTER ({head} WORDS)* {message} {as_json(parameters_of(tool), SPACED)}"
-        for i, tool in enumerate(tools)
-    )
+    head, calls, rules = f"({' | '.join(heads)})", "", []
+    for i, tool in enumerate(tools):
+        arguments = as_json(parameters_of(tool), SPACED)
+        calls += f" | (WORDS {head})* TO_{i} AFTER ({head} WORDS)* {message} {arguments}"
+        rules.append(rf"TO_{i}: WORDS /to=(functions\.)?{re.escape(tool['function']['name'])}/")
     return [
         f"start: message (({end} | {call} | {over}) message)*",
         f"message: WORDS ({head} WORDS)* ({message} TEXT)?{calls}",
         r"WORDS: TEXT & ~/(.|\n)*to=(.|\n)*/",
         r"AFTER: (/\s/ WORDS)?",
-        *(
-            rf"TO_{i}: WORDS /to=(functions\.)?{re.escape(tool['function']['name'])}/"
-            for i, tool in enumerate(tools)
-        ),
+        *rules,
     ]
 
 

@@ -38,9 +38,10 @@ def render_chats(
                 raise ValueError(
                     f'each of messages must be a dict with "role" and "content", got {message!r}'
                 )
-        conversation = with_known_roles(conversation, tokenizer, template_settings.get("chat_template"))
+        template = template_settings.get("chat_template")
+        conversation = with_known_roles(conversation, tokenizer, template)
         has_parts = any(isinstance(message.get("content"), list) for message in conversation)
-        join = has_parts and not reads_parts(tokenizer, template_settings.get("chat_template"))
+        join = has_parts and not reads_parts(tokenizer, template)
         conversation = [normalize(message, join) for message in conversation]
         text = check_unicode("messages", apply_template(tokenizer, conversation, **template_settings))
         # The template writes the special tokens itself.
@@ -50,11 +51,7 @@ def render_chats(
 
 
 def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any) -> str:
-    """Return the conversation as text, rendered by the chat template.
-
-    Raises:
-        ValueError: the template, which is a program, raises an exception or writes too much.
-    """
+    """Return the conversation as text. Raises ValueError if the template raises or writes too much."""
     with uninterrupted():
         try:
             text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
@@ -70,8 +67,7 @@ def with_known_roles(
 ) -> list[dict[str, Any]]:
     """Return the messages with developers as systems, unless the template names developers.
 
-    Raises:
-        ValueError: the template would leave out the messages of a role.
+    Raises ValueError if the template would leave out the messages of a role.
     """
     knows_developers = "developer" in str(chat_template or tokenizer.chat_template)
     for role in dict.fromkeys(str(message["role"]) for message in conversation):
@@ -103,10 +99,11 @@ def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
     if not isinstance(content, list):
         if not isinstance(content, str | dict | None):
             raise ValueError(f"content must be text, a list of parts or an object, got {content!r:.80}")
-        is_empty = content is None and not message.get("tool_calls")
-        text = json.dumps(content, ensure_ascii=False) if isinstance(content, dict) else content
-        text = "" if is_empty else text
-        return message | {"content": text} if "content" in message else message
+        if isinstance(content, dict):
+            content = json.dumps(content, ensure_ascii=False)
+        elif content is None and not message.get("tool_calls"):
+            content = ""
+        return message | {"content": content} if "content" in message else message
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for i, part in enumerate(parts):
         if isinstance(part, dict) and part.get("type") == "refusal":  # as answers have it, for the history

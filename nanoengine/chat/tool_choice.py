@@ -25,11 +25,7 @@ class ToolChoice(NamedTuple):
 
     @classmethod
     def read(cls, tools: Any, choice: Any) -> "ToolChoice":
-        """Read OpenAI's `tools` and `tool_choice`.
-
-        Raises:
-            ValueError, TypeError: one of them is malformed. The message names the field.
-        """
+        """Read OpenAI's `tools` and `tool_choice`. Raises ValueError or TypeError if one is malformed."""
         tools, names = [] if tools is None else tools, []
         if not isinstance(tools, list):
             raise TypeError(f"tools must be a list, got a {type(tools).__name__}")
