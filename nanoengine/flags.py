@@ -152,6 +152,13 @@ def add_flags(parser: argparse._ActionsContainer, config: type[Any]) -> None:
         parser.add_argument(*flags, dest=item.name, default=argparse.SUPPRESS, **settings)
 
 
+def add_engine(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Add the model, and a group of flags for the fields of an engine's config: see `settings_of`."""
+    what = "directory, hub id or GGUF file; default: the bundled model"
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help=what)
+    add_flags(parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig"), config)
+
+
 def settings_of(
     parser: argparse.ArgumentParser, args: argparse.Namespace, config: type[Any]
 ) -> dict[str, Any]:

@@ -114,6 +114,12 @@ class RequestChecker:
             logging.getLogger(__name__).warning(message, tokenizer.bos_token)
         return token_ids
 
+    def encoder_for(self, params: SamplingParams) -> Callable[..., list[int]]:
+        """Return `encode` for a prompt that the parameters may truncate."""
+        limit = params.truncate_prompt_tokens
+        num_kept = self.max_prompt_len if limit == -1 else limit
+        return partial(self.encode, is_cut=limit is not None, num_kept=num_kept)
+
     def check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
         """Validate a request, and return it with token ids and its own copy of the parameters.
 
@@ -145,12 +151,9 @@ class RequestChecker:
             raise ValueError(
                 "structured_outputs needs a token that ends the output: drop ignore_eos or set stop_token_ids"
             )
-        limit = params.truncate_prompt_tokens
-        num_kept = self.max_prompt_len if limit == -1 else limit
-        encode: Any = partial(self.encode, is_cut=limit is not None, num_kept=num_kept)
-        encode = None if tokenizer is None else encode
+        encode = None if tokenizer is None else self.encoder_for(params)
         text, token_ids = read_prompt(prompt, encode, vocab_size)
-        if limit == -1:
+        if (limit := params.truncate_prompt_tokens) == -1:
             limit = max(1, self.max_prompt_len - ((params.max_tokens or 1) - 1))
         if limit is not None and len(token_ids) > limit:
             text, token_ids = None, token_ids[-limit:]

@@ -257,7 +257,6 @@ class Part(NamedTuple):
 MANY = 1 << 30  # no limit on the calls in an answer
 LOOK_BACK = 64  # how many characters before the position a pattern may look at
 
-
 FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})\s*(.*)")  # the first or the last line of a code block
 
 

@@ -171,7 +171,6 @@ def cast_to(kinds: set[str], value: Any) -> Any:
 NAMES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"}, dict: {"object"}}
 NAMES |= {list: {"array"}, tuple: {"array"}, type(None): {"null"}}
 
-
 # Types of JSON, and keywords of schemas that say something about only this type
 IMPLIED = {
     "object": {"properties", "additionalProperties", "patternProperties", "required"},

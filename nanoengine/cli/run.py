@@ -44,7 +44,6 @@ QUESTIONS = [
     repeat(SENTENCES, NOISE),
 ]
 
-
 # The run that `run --trace` shows by default. The cache is so small that sequences are preempted.
 # Questions that repeat, or begin alike, hit the prefix cache. The lessons name steps of this run by number;
 # on a GPU, steps overlap and the numbers differ.

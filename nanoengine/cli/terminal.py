@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from nanoengine import CompletionOutput
 from nanoengine.config import EngineConfig
-from nanoengine.flags import FlexibleArgumentParser, add_flags
+from nanoengine.flags import FlexibleArgumentParser, add_engine
 
 
 def make_parser(command: str, about: str, max_tokens: int) -> FlexibleArgumentParser:
@@ -22,15 +22,10 @@ def make_parser(command: str, about: str, max_tokens: int) -> FlexibleArgumentPa
         conflict_handler="resolve",  # `run` has a --trace of its own
         allow_abbrev=False,
     )
-    what = "directory, hub id or GGUF file; default: the bundled model"
-    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help=what)
+    limit = "limit per answer; default %(default)s"
     parser.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
-    parser.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help="limit per answer; default %(default)s"
-    )
-    add_flags(
-        parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig"), EngineConfig
-    )
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help=limit)
+    add_engine(parser, EngineConfig)
     return parser
 
 

@@ -34,8 +34,6 @@ MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searche
 SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
 SAMPLED -= {"detokenize", "logits_processors", "output_kind"}
 
-# ---- JSON, and errors in OpenAI's shape ----------------------------------------------------------
-
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -111,8 +109,7 @@ def sampling_fields(
 ) -> dict[str, Any]:
     """Return a request's fields that are in `sampled`. A null field counts as absent, as an ignored one does.
 
-    Raises:
-        APIError: another field is not supported, by the rule in unknown_arguments.py.
+    Raises APIError if another field is not supported, by the rule in unknown_arguments.py.
     """
     extra, found = body.model_extra or {}, dict[str, Any]()
     served, ignored = sampled | type(body).model_fields.keys(), ignored + SAMPLING_IGNORES + REQUEST_IGNORES
@@ -143,24 +140,21 @@ class Conversation(BaseModel):
     def render(
         self, tokenizer: Any, encode: Callable[[str, bool], list[int]] | None = None
     ) -> dict[str, Any]:
-        """Return the messages as a prompt for the engine. `render_chats` documents `encode`.
-
-        Raises:
-            ValueError: the template refuses the messages, or a setting is not a template variable.
-        """
+        """Return the messages as a prompt for the engine. `render_chats` documents `encode`."""
         settings = dict(self.chat_template_kwargs or {})
         # Only variables of the template may be set, not the method's own arguments. In particular, a client
         # must not replace the template.
         if reserved := settings.keys() & inspect.signature(tokenizer.apply_chat_template).parameters:
             raise ValueError(f"chat_template_kwargs must not hold {sorted(reserved)}")
-        effort = self.think if isinstance(self.think, str) else self.reasoning_effort
-        if effort not in (None, "none"):
-            settings.setdefault("reasoning_effort", effort)
-        think = None if isinstance(self.think, str) else self.think
-        asked = self.enable_thinking, think, False if effort == "none" else None
-        for one in asked:
-            if one is not None:
-                settings.setdefault("enable_thinking", one)
+        effort, think = self.reasoning_effort, self.think
+        if isinstance(think, str):
+            effort, think = think, None
+        off = False if effort == "none" else None
+        asked: list[tuple[str, Any]] = [("reasoning_effort", None if effort == "none" else effort)]
+        asked += [("enable_thinking", one) for one in (self.enable_thinking, think, off)]
+        for name, value in asked:
+            if value is not None:
+                settings.setdefault(name, value)
         settings["continue_final_message"] = goes_on = bool(self.continue_final_message)
         adds = self.add_generation_prompt
         settings["add_generation_prompt"] = not goes_on if adds is None else adds
@@ -188,9 +182,6 @@ def with_arguments_read(message: dict[str, Any], unread: list[str], is_wrapped: 
 
     Arguments that are not the JSON of an object stay text, which is added to `unread`. With is_wrapped they
     become an object that holds the text.
-
-    Raises:
-        ValueError: the message's tool_calls are malformed.
     """
     if not message.get("tool_calls"):
         return message
@@ -237,6 +228,8 @@ class GenerationRequest(BaseModel):
     add_special_tokens: bool | None = None
     request_id: str | None = Field(None, max_length=200)  # part of the answer's id, in each piece of a stream
     _structured_field: str = PrivateAttr("structured_outputs")  # the field that asks for these
+    # makes the parser of a sample, known after `fit`; None: the whole text is content
+    _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)
 
     @cached_property  # not a private attribute, which takes microseconds to read, for each token
     def sent(self) -> dict[int, int]:
@@ -244,11 +237,7 @@ class GenerationRequest(BaseModel):
         return {}
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
-        """Return the request's SamplingParams. `own` holds those that each API spells in its own way.
-
-        Raises:
-            APIError: a parameter is out of range, or not supported.
-        """
+        """Return the request's SamplingParams. `own` holds those that each API spells in its own way."""
         given = sampling_fields(self, SAMPLED)
         with refusing(self):
             bias = self.logit_bias
@@ -335,7 +324,6 @@ class CompletionRequest(GenerationRequest):
     """A request to continue a text: /v1/completions."""
 
     is_chat: ClassVar[bool] = False
-    new_parser: ClassVar[None] = None
     prefix: ClassVar[str] = "cmpl"
     source: ClassVar[str] = "prompt"
     kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, piece of a stream
@@ -360,11 +348,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompts(self) -> int:
-        """The number of prompts, counted without reading any of them.
-
-        Raises:
-            TypeError: the prompt is neither text nor a list.
-        """
+        """The number of prompts, counted without reading any of them."""
         if not isinstance(self.prompt, str | list):
             raise TypeError(f"prompt must be text, token ids, or a list of these, got {self.prompt!r}")
         return len(split_prompts(self.prompt))
@@ -372,14 +356,12 @@ class CompletionRequest(GenerationRequest):
     def prompts(self, tokenizer: Any, encode: Callable[[str, bool], list[int]]) -> list[Any]:
         """Return the prompts in a form that the engine accepts."""
         prompts = split_prompts(self.prompt)
-        if self.add_special_tokens is not False or tokenizer is None:
-            return prompts
-        return [
-            {"prompt": one, "prompt_token_ids": encode(check_unicode("prompt", one), False)}
-            if isinstance(one, str)
-            else one
-            for one in prompts
-        ]
+        if self.add_special_tokens is False and tokenizer is not None:
+            for i, one in enumerate(prompts):
+                if isinstance(one, str):
+                    token_ids = encode(check_unicode("prompt", one), False)
+                    prompts[i] = {"prompt": one, "prompt_token_ids": token_ids}
+        return prompts
 
     def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
         """Return the parameters unchanged. `ChatRequest.fit` adapts them to tools and reasoning."""
@@ -454,7 +436,6 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
-    _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
         """Return the request's SamplingParams. `recommended` is the checkpoint's own `max_new_tokens`."""
@@ -473,11 +454,7 @@ class ChatRequest(Conversation, GenerationRequest):
         return [prompt]
 
     def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
-        """Adapt the parameters to the model's format of tool calls and reasoning, and to required calls.
-
-        Raises:
-            ValueError, TypeError: tools or tool_choice are malformed.
-        """
+        """Adapt the parameters to the model's format of tool calls and reasoning, and to required calls."""
         choice = ToolChoice.read(self.tools, self.tool_choice)
         prompt, is_one = prompts[0]["prompt"], self.parallel_tool_calls is False
         said = str(self.messages[-1].get("content") or "") if self.messages else ""
@@ -488,32 +465,20 @@ class ChatRequest(Conversation, GenerationRequest):
         knows_calls = bool(formats.tools or formats.template or choice.max_required or is_both)
         if (choice.shown and knows_calls) or formats.reasoning or formats.template:
             tools, forced = choice.tools if choice.shown else [], choice.max_required > 0 or is_both
-            is_structured, max_calls = (
-                params.structured_outputs is not None and not forced,
-                1 if is_one else MANY,
-            )
             if formats.keeps_special_tokens:
                 params = replace(params, skip_special_tokens=False)
-            given = formats, prompt, tools, forced, is_structured, max_calls, params, is_both
-            self._new_parser = partial(AnswerParser, *given)
+            self._new_parser = partial(
+                AnswerParser,
+                *(formats, prompt, tools, forced),
+                is_structured=params.structured_outputs is not None and not forced,
+                max_calls=1 if is_one else MANY,
+                params=params,
+                begins_with_calls=is_both,
+            )
         if choice.max_required or params.structured_outputs is None:
             self._structured_field = "tools"
         constrained = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
         return replace(params, structured_outputs=constrained)
-
-    @property
-    def new_parser(self) -> Callable[[], AnswerParser] | None:
-        """Makes the parser of a sample, known after `fit`. None: the whole text is content."""
-        return self._new_parser
-
-    def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        """Return the text fields and tool calls of a sample's message, or of its next piece."""
-        if index not in self.parsers:
-            self.parsers[index] = self.new_parser and self.new_parser()
-        parser = self.parsers[index]
-        if parser is None:
-            return {"content": completion.text}
-        return parser.message(completion, bool(self.stream))
 
     @cached_property
     def parsers(self) -> dict[int, AnswerParser | None]:
@@ -534,14 +499,16 @@ class ChatRequest(Conversation, GenerationRequest):
                 for token_id, entry in entries
             ]
             logprobs = {"content": content}
-        is_first = index not in self.sent
-        role = {"role": "assistant"} if is_first else {}
-        self.sent[index] = 0
-        message = {"delta" if self.stream else "message": {**role, **self._message(index, completion)}}
+        is_first, is_stream, message = index not in self.sent, bool(self.stream), dict[str, Any]()
+        if is_first:
+            self.sent[index], message["role"] = 0, "assistant"
+            self.parsers[index] = self._new_parser and self._new_parser()
+        parser = self.parsers[index]
+        message |= parser.message(completion, is_stream) if parser else {"content": completion.text}
         common = self.common(completion, output, is_first)
-        if completion.finish_reason == "stop" and (parser := self.parsers[index]) and parser.num_calls:
+        if completion.finish_reason == "stop" and parser and parser.num_calls:
             common["finish_reason"] = "tool_calls"
-        return {"index": index, **message, "logprobs": logprobs, **common}
+        return {"index": index, "delta" if is_stream else "message": message, "logprobs": logprobs, **common}
 
     def num_reasoning_tokens(self, index: int, tokens: TokenNames) -> int:
         """Return how many tokens of a finished sample are in its reasoning and the tag before it."""

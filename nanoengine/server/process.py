@@ -29,7 +29,7 @@ import uvicorn
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.chat.answer_parser import REASONING_FORMATS, SAME, TOOL_FORMATS
 from nanoengine.config import EngineConfig
-from nanoengine.flags import FlexibleArgumentParser, add_flags, argparse_type, settings_of, value_of
+from nanoengine.flags import FlexibleArgumentParser, add_engine, argparse_type, settings_of, value_of
 from nanoengine.sampling_params import check_number, check_strings
 from nanoengine.server.app import make_app
 from nanoengine.server.request_guard import Connection
@@ -74,9 +74,8 @@ class Server(uvicorn.Server):
         scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
         self.counts = engine.num_prompt_tokens, engine.num_generation_tokens
         if self.counts != before or scheduler.running:
-            rates = [
-                (new - old) / (now - self.reported) for new, old in zip(self.counts, before, strict=True)
-            ]
+            seconds = now - self.reported
+            rates = [(new - old) / seconds for new, old in zip(self.counts, before, strict=True)]
             logging.getLogger("uvicorn.error").info(
                 "%.1f prompt tokens/s, %.1f output tokens/s, %d running, %d waiting, KV cache %.1f%% in use",
                 *(*rates, len(scheduler.running), len(scheduler.waiting)),
@@ -96,12 +95,6 @@ def make_parser() -> FlexibleArgumentParser:
         "nanoengine serve", "%(prog)s [MODEL] [--FLAG VALUE ...]", "Serve a model.", allow_abbrev=False
     )
     add = parser.add_argument
-    add(
-        "model_tag",
-        metavar="MODEL",
-        nargs="?",
-        help="directory, hub id or GGUF file; default: the bundled model",
-    )
     add("--host", default="127.0.0.1", help="default %(default)s: only this machine can connect")
     add("--port", type=parse_port, default=8000, help="default %(default)s; 0 picks a free port")
     add("--served-model-name", dest="name", help="the model name that clients use; default: MODEL")
@@ -120,9 +113,9 @@ def make_parser() -> FlexibleArgumentParser:
     origins = 'web pages that may call this server from a browser, a list, or ["*"] for any; default: none'
     add("--allowed-origins", type=parse_origins, default=[], metavar="JSON", help=origins)
     drain = "time for running requests to finish on shutdown; default %(default)s"
-    add("--drain-seconds", type=parse_seconds, default=30, help=drain)
-    engine = parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig")
-    add_flags(engine, EngineConfig)
+    seconds = argparse_type(lambda text: check_number("drain_seconds", float(text), 0, math.inf))
+    add("--drain-seconds", type=seconds, default=30, help=drain)
+    add_engine(parser, EngineConfig)
     return parser
 
 
@@ -142,12 +135,6 @@ def try_address(host: str, port: int) -> None:
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # what follows names the address again
         raise OSError(f"cannot listen on {host}:{port}: {reason}") from None
-
-
-@argparse_type
-def parse_seconds(text: str) -> float:
-    """Return a number of seconds."""
-    return check_number("drain_seconds", float(text), 0, math.inf)
 
 
 @argparse_type

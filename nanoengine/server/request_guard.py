@@ -105,31 +105,24 @@ class Gate:
         """Return the error for a request that is refused before its body is read, else None."""
         if scope["path"] in ("/", "/health", "/ping"):
             return None
-        key = self.service.api_key
-        begins = {b"authorization": b"", b"x-api-key": b"Bearer "}
-        given = [begins[name] + value for name, value in scope["headers"] if name in begins]
-        # Each of several keys must be right: a proxy in front of the server may have checked any of them.
-        if key is not None and not (
-            given and all(hmac.compare_digest(one, b"Bearer " + key.encode()) for one in given)
-        ):
-            message = "the API key is missing or wrong; send it as Authorization: Bearer ... or as x-api-key"
-            return APIError(401, message, code="invalid_api_key", www_authenticate="Bearer")
+        if (key := self.service.api_key) is not None:
+            begins = {b"authorization": b"", b"x-api-key": b"Bearer "}
+            given = [begins[name] + value for name, value in scope["headers"] if name in begins]
+            # Each of several keys must be right: a proxy in front of the server may have checked any of them.
+            if not given or not all(hmac.compare_digest(one, b"Bearer " + key.encode()) for one in given):
+                text = "the API key is missing or wrong; send it as Authorization: Bearer ... or as x-api-key"
+                return APIError(401, text, code="invalid_api_key", www_authenticate="Bearer")
         if scope["method"] == "POST" and not self.service.is_serving:
             return unavailable("the server is shutting down")
         return None
 
     async def read(self, receive: Receive, limit: int) -> bytes:
-        """Return the request's body.
-
-        Raises:
-            APIError: the body has more than `limit` bytes, or takes too long.
-            ConnectionError: the client disconnected.
-        """
+        """Return the request's body. Raises ConnectionError if the client disconnects."""
         body, num_bytes = bytearray(), 0
+        message: Message = {"more_body": True}
         try:
             async with asyncio.timeout(CLIENT_SECONDS):
-                more = True
-                while more:
+                while message.get("more_body", False):
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ConnectionError
@@ -138,7 +131,6 @@ class Gate:
                     num_bytes += len(message.get("body", b""))
                     if num_bytes <= limit:
                         body += message.get("body", b"")
-                    more = message.get("more_body", False)
         except TimeoutError:
             raise APIError(408, f"the request was not complete after {CLIENT_SECONDS} seconds") from None
         if num_bytes > limit > 0:
@@ -186,22 +178,20 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer: a client may connect and stay silent."""
         super().connection_made(transport)
-        self.watch()
+        self.watch(self.conn.their_state is h11.IDLE)
 
     def data_received(self, data: bytes) -> None:
         """Parse more bytes, and start or stop the timer."""
         super().data_received(data)
-        self.watch()
+        self.watch(self.conn.their_state is h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer, whichever side closed the connection."""
         super().connection_lost(exc)
-        if self.late is not None:
-            self.late.cancel()
+        self.watch(False)
 
-    def watch(self) -> None:
+    def watch(self, waits: bool) -> None:
         """Start the timer while headers are incomplete. The connection is closed after CLIENT_SECONDS."""
-        waits = self.conn.their_state is h11.IDLE
         if waits and self.late is None:
             self.late = self.loop.call_later(CLIENT_SECONDS, self.timeout_keep_alive_handler)
         elif not waits and self.late is not None:

@@ -25,7 +25,6 @@ SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
 # A developer's messages are the system's where a template knows no developer (templates.py).
 ROLES = {"user": "user", "assistant": "assistant", "system": "developer", "developer": "developer"}
 
-
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")  # types of a message's parts
 
 
@@ -57,11 +56,7 @@ class ResponsesRequest(BaseModel):
     client_metadata: Any = None  # Codex sends it; accepted without effect
 
     def chat(self) -> ChatRequest:
-        """Return the equivalent chat request.
-
-        Raises:
-            APIError: a field is not supported, or the input holds anything but text and function calls.
-        """
+        """Return the equivalent chat request. Raises APIError for what is not supported."""
         extra = self.model_extra or {}
         if extra.get("include") == ["reasoning.encrypted_content"]:  # agents ask for it, and go on without
             del extra["include"]
@@ -91,11 +86,7 @@ class ResponsesRequest(BaseModel):
 
 
 def of_type(kind: str, tools: list[Any] | None, default: str | None = None) -> list[dict[str, Any]]:
-    """Return the tools of this type, and log the types of the others, which are left out.
-
-    Raises:
-        ValueError: a tool has no type, and there is no default.
-    """
+    """Return the tools of this type, and log the types of the others, which are left out."""
     found: dict[str, list[dict[str, Any]]] = {}
     for tool in tools or []:
         if not isinstance(tool, dict) or not isinstance(name := tool.get("type") or default, str):
@@ -150,9 +141,8 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
                 thought = {}
             case {"type": "reasoning"}:
                 text = "".join(text_of(where, part)["text"] for part in item.get("content") or [])
-                thought = (
-                    {"reasoning_content": text} if text else {}
-                )  # a variable of templates such as Qwen 3's
+                # The name is a variable of templates such as Qwen 3's.
+                thought = {"reasoning_content": text} if text else {}
             case _:
                 raise ValueError(f"{where} must be a message or a function call, got {item!r:.80}")
     return messages
@@ -175,23 +165,18 @@ def text_of(where: str, part: Any) -> dict[str, str]:
 
 
 class ResponseStream:
-    """Builds a response, as one object or as the events of a stream, in order.
+    """Builds a response, as one object or as the events of a stream, in order."""
 
-    `created` is in seconds since the epoch.
-    """
-
-    def __init__(self, body: ResponsesRequest, ticket: Ticket, created: int, model: str) -> None:
-        self.ticket = ticket
-        names = {"instructions", "max_output_tokens", "temperature", "top_p"}
-        is_parallel = body.parallel_tool_calls is not False
+    def __init__(self, body: ResponsesRequest, ticket: Ticket, model: str) -> None:
+        self.ticket, created = ticket, int(time.time())
         self.head: dict[str, Any] = {
             **{"id": f"resp_{ticket.id}", "object": "response", "created_at": created, "model": model},
-            **body.model_dump(include=names),
+            **body.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p"}),
             "text": body.text or {"format": {"type": "text"}},
             **{"error": None, "metadata": {}, "previous_response_id": None, "truncation": "disabled"},
             **{"tools": body.tools or [], "tool_choice": body.tool_choice or "auto"},
-            **{"parallel_tool_calls": is_parallel, "status": "in_progress", "incomplete_details": None},
-            **{"output": [], "usage": None},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            **{"status": "in_progress", "incomplete_details": None, "output": [], "usage": None},
         }
         self.output: list[dict[str, Any]] = []  # complete items
         self.text: str | None = None  # of the open message or thought; None: neither is open
@@ -268,9 +253,8 @@ class ResponseStream:
             self.text = None
 
     def _text_event(self, what: str, **fields: Any) -> dict[str, Any]:
-        if self.is_thought:
-            return self._event(f"response.reasoning_text.{what}", **self._place, **fields)
-        return self._event(f"response.output_text.{what}", **self._place, **fields, logprobs=[])
+        kind, more = ("reasoning_text", {}) if self.is_thought else ("output_text", {"logprobs": []})
+        return self._event(f"response.{kind}.{what}", **self._place, **fields, **more)
 
     def _end_item(self, item: dict[str, Any]) -> dict[str, Any]:
         self.output.append(item)
@@ -288,9 +272,7 @@ class ResponseStream:
 
     @property
     def _item_id(self) -> str:
-        return (
-            f"{'rs' if self.is_thought else 'msg'}_{self.head['id'].removeprefix('resp_')}_{len(self.output)}"
-        )
+        return f"{'rs' if self.is_thought else 'msg'}_{self.ticket.id}_{len(self.output)}"
 
     def _item(self, status: str) -> dict[str, Any]:
         if self.is_thought:
@@ -306,7 +288,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Handle POST /v1/responses."""
     ticket, service = request.state.ticket, request.app.state.service
     choices = await service.start(body.chat(), request)
-    response = ResponseStream(body, ticket, int(time.time()), service.name)
+    response = ResponseStream(body, ticket, service.name)
     if body.stream:
         return EventStream(events(response, choices, ticket))
     choice = await only_choice(choices)

@@ -52,7 +52,6 @@ PAGE_POLICY = (
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
-
 KEEP_ALIVE_SECONDS = 10.0  # proxies and clients give up on a connection that is silent for longer
 
 
@@ -127,30 +126,19 @@ async def merged(streams: list[AsyncGenerator[RequestOutput]]) -> AsyncGenerator
 
 
 class Service:
-    """Serves the endpoints with one engine.
-
-    Args:
-        engine: computes the answers. The caller closes it.
-        name: the model name that clients use. None: the names that `names_of` returns.
-        api_key: the key that clients must send. None: no key is needed.
-        max_waiting: how many samples may wait in addition to the `max_num_seqs` that run.
-        max_body_bytes: limit on the body of a request.
-        tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning: a name from
-            `answer_parser.TOOL_FORMATS` or `REASONING_FORMATS`, "none", or "auto" (by the chat template).
-        chat_template: a file, or the template itself, that replaces the tokenizer's.
-    """
+    """Serves the endpoints with one engine, which the caller closes."""
 
     def __init__(
         self,
         engine: AsyncLLM,
         *,
-        name: str | None = None,
-        api_key: str | None = None,
-        max_waiting: int = 1024,
+        name: str | None = None,  # the model name that clients use; None: the names that `names_of` returns
+        api_key: str | None = None,  # None: no key is needed
+        max_waiting: int = 1024,  # samples that may wait in addition to the `max_num_seqs` that run
         max_body_bytes: int = 4 * 2**20,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        chat_template: str | None = None,
+        tool_call_parser: str = "auto",  # a name from `TOOL_FORMATS`, "none", or "auto"
+        reasoning_parser: str = "auto",  # a name from `REASONING_FORMATS`, "none", or "auto"
+        chat_template: str | None = None,  # a file, or the template itself, that replaces the tokenizer's
     ) -> None:
         if api_key == "":
             raise ValueError("api_key must not be empty")  # an unset variable must not open the server
@@ -237,21 +225,14 @@ class Service:
             raise APIError(404, message, param="model", code="model_not_found")
 
     def take_places(self, body: Body, n: int, ticket: Ticket) -> None:
-        """Count the request's samples as running or waiting. `Gate` subtracts them when the request ends.
-
-        Raises:
-            APIError: the request, or all requests together, would have too many samples.
-        """
+        """Count the request's samples as running or waiting. `Gate` subtracts them when the request ends."""
+        limit = self.max_samples
         with refusing(body):
             num_samples = body.num_prompts * n
-            if not 0 < num_samples <= self.max_samples:
-                raise ValueError(
-                    f"prompt and n must ask for 1 to {self.max_samples} samples, got {num_samples}"
-                )
-        if self.num_samples + num_samples > self.max_samples:
-            raise unavailable(
-                f"{self.num_samples} samples are running or waiting; at most {self.max_samples} are allowed"
-            )
+            if not 0 < num_samples <= limit:
+                raise ValueError(f"prompt and n must ask for 1 to {limit} samples, got {num_samples}")
+        if self.num_samples + num_samples > limit:
+            raise unavailable(f"{self.num_samples} samples are running or waiting; at most {limit} may")
         self.num_samples += num_samples
         ticket.samples = num_samples
 
@@ -262,17 +243,11 @@ class Service:
         """
         engine = self.engine.llm_engine
         with refusing(body, body.source):
-            num_kept = params.truncate_prompt_tokens
-            is_cut, num_kept = (
-                num_kept is not None,
-                engine.checker.max_prompt_len if num_kept == -1 else num_kept,
-            )
-            encode = partial(engine.checker.encode, is_cut=is_cut, num_kept=num_kept)
             try:
-                prompts = body.prompts(self.checkpoint.tokenizer, encode)
+                prompts = body.prompts(self.checkpoint.tokenizer, engine.checker.encoder_for(params))
                 params = body.fit(params, prompts, self.formats)
                 checked = [engine.check(one, params, body.priority or 0) for one in prompts]
-                return [one._replace(new_parser=body.new_parser) for one in checked]
+                return [one._replace(new_parser=body._new_parser) for one in checked]
             except RuntimeError as error:  # the engine is closed
                 raise unavailable(str(error)) from None
             except PromptTooLongError as error:
@@ -282,9 +257,6 @@ class Service:
         """Yield the engine's outputs as choices of the API, and count their tokens on the ticket.
 
         Closing the generator aborts the requests that still run.
-
-        Raises:
-            APIError: the engine failed or is closed.
         """
         generate, prompts = self.engine.generate, enumerate(checked)
         streams = [generate(one, one.params, f"{ticket.id}-{index}") for index, one in prompts]

@@ -125,7 +125,7 @@ def test_a_function_is_called_and_its_output_is_part_of_the_next_input(client):
 
 def test_the_items_of_a_stream_are_text_and_calls_in_order():
     ticket = Ticket("1", "POST", "/v1/responses")
-    stream = ResponseStream(ResponsesRequest(input=QUESTION), ticket, 0, "demo")
+    stream = ResponseStream(ResponsesRequest(input=QUESTION), ticket, "demo")
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     pieces = [{"content": "So"}, {"content": ":"}, {"content": None, "tool_calls": [call]}, {"content": "!"}]
     events = [event for piece in pieces for event in stream.piece(piece)]
