@@ -1,18 +1,16 @@
-"""Defines `LLM`, the class that most users need. It generates, chats and streams with an `LLMEngine`."""
+"""Defines `LLM`, the class that most users need: an `LLMEngine` that also generates, chats and streams."""
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from torch import Tensor
 from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, split_prompts
@@ -20,14 +18,12 @@ from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 from nanoengine.signals import uninterrupted
 from nanoengine.unknown_arguments import refuse_unserved, takes
 
-if TYPE_CHECKING:  # at run time it is imported when metrics are requested
-    from nanoengine.metrics import Metric
 
-
-class LLM(AbstractContextManager["LLM"]):
+class LLM(LLMEngine, AbstractContextManager["LLM"]):
     """Runs a model offline. Its arguments are the settings of `EngineConfig`. Names are vLLM's.
 
-    Only one thread may use it at a time: use `AsyncLLM` for several threads.
+    Only one thread may use it at a time: use `AsyncLLM` for several threads. Requests that are added to it,
+    and open streams, advance together, also during `generate`.
 
     >>> with LLM("Qwen/Qwen3-0.6B") as llm:  # doctest: +SKIP
     ...     print(llm.generate("Hello", SamplingParams(max_tokens=8))[0].outputs[0].text)
@@ -39,12 +35,18 @@ class LLM(AbstractContextManager["LLM"]):
 
     @takes(EngineConfig)
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))
+        super().__init__(EngineConfig(model=model, **settings))
         self._numbers = itertools.count()  # request ids of its own calls; users' ids are strings
 
-    # -- for most users
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Make an `LLM` from a config, under vLLM's name."""
+        return cls(**{item.name: getattr(engine_args, item.name) for item in fields(engine_args)})
 
-    __reduce__ = LLMEngine.__reduce__
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, which is this object itself."""
+        return self
 
     def generate(
         self,
@@ -120,71 +122,21 @@ class LLM(AbstractContextManager["LLM"]):
         from nanoengine.chat.templates import render_chats
 
         settings = {"add_generation_prompt": True, **template_settings}
-        return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)
+        return render_chats(messages, self.get_tokenizer(), self.checker.encode, **settings)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config, else vLLM's defaults."""
-        return self.llm_engine.checkpoint.default_sampling_params()
+        return self.checkpoint.default_sampling_params()
 
     def get_tokenizer(self) -> Any:
         """Return the transformers tokenizer, or None if the checkpoint has none."""
-        return self.llm_engine.checkpoint.tokenizer
-
-    # -- for users who drive the engine step by step
-
-    def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
-    ) -> None:
-        """Queue a request like `LLMEngine.add_request`."""
-        self.llm_engine.add_request(request_id, prompt, params, **settings)
-
-    def step(self) -> list[RequestOutput]:
-        """Run one step like `LLMEngine.step`, and return outputs of requests from `add_request`.
-
-        Open streams advance too.
-        """
-        return self.llm_engine.step()
-
-    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """Abort requests like `LLMEngine.abort_request`."""
-        return self.llm_engine.abort_request(request_ids)
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has something to compute or to return."""
-        return self.llm_engine.has_unfinished_requests()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Returns False and does nothing while requests are running."""
-        return self.llm_engine.reset_prefix_cache()
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all or some weights like `LLMEngine.update_weights`."""
-        self.llm_engine.update_weights(weights)
-
-    def metrics(self) -> dict[str, int | float]:
-        """Return the values of `LLMEngine.metrics`."""
-        return dict(self.llm_engine.metrics())
-
-    def get_metrics(self) -> list["Metric"]:
-        """Return the metrics of `LLMEngine.get_metrics`."""
-        return list(self.llm_engine.get_metrics())
+        return self.checkpoint.tokenizer
 
     def receipt(self) -> dict[str, Any]:
         """Return where the seconds of the last run went. The first call begins to record: see receipt.py."""
         from nanoengine.extensions.receipt import recorder_of
 
-        return recorder_of(self.llm_engine.core, self.llm_engine.started).receipt()
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The engine's scheduler. Read it only: the engine owns its state."""
-        return self.llm_engine.scheduler
-
-    def close(self) -> None:
-        """Abort all requests and release the memory. The object cannot be used afterwards."""
-        self.llm_engine.close()
-
-    shutdown = close  # vLLM's name
+        return recorder_of(self.core, self.started).receipt()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -205,7 +157,7 @@ class LLM(AbstractContextManager["LLM"]):
             if len(values) != len(prompt_list):
                 raise ValueError(f"{name} must be one per prompt: got {len(values)} for {len(prompt_list)}")
         requests = zip(prompt_list, params_list, priorities, strict=True)
-        checked = [self.llm_engine.check(*request) for request in requests]
+        checked = [self.check(*request) for request in requests]
         for one in checked:
             one.params.output_kind = kind  # params is the request's own copy
         return checked
@@ -222,7 +174,7 @@ class LLM(AbstractContextManager["LLM"]):
             try:
                 self._submit(ids, checked, inbox)
                 while len(inbox) < len(ids):
-                    self.llm_engine.advance()
+                    self.advance()
                     handle_signals()
                     if len(inbox) == num_shown:
                         continue
@@ -236,12 +188,12 @@ class LLM(AbstractContextManager["LLM"]):
                         bar.update()
                     num_shown = len(inbox)
             finally:
-                self.llm_engine.abort_request(ids)
+                self.abort_request(ids)
         return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
 
     def _submit(self, ids: list[int], checked: list[CheckedRequest], inbox: Inbox) -> None:
         for request_id, one in zip(ids, checked, strict=True):
-            self.llm_engine.submit(request_id, one, inbox)
+            self.submit(request_id, one, inbox)
 
     def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
         ids, inbox = list(itertools.islice(self._numbers, len(checked))), Inbox()
@@ -250,7 +202,7 @@ class LLM(AbstractContextManager["LLM"]):
             self._submit(ids, checked, inbox)
             while left:
                 if not inbox:
-                    self.llm_engine.advance()
+                    self.advance()
                 for request_id in sorted(inbox):
                     output = inbox.pop(request_id)
                     if output.finished:
@@ -258,6 +210,6 @@ class LLM(AbstractContextManager["LLM"]):
                     yield replace(output, request_id=str(request_id - ids[0]))
         finally:
             try:
-                self.llm_engine.abort_request(ids)
+                self.abort_request(ids)
             finally:  # a signal's handler may have raised as that call began
-                self.llm_engine.abort_request(ids)
+                self.abort_request(ids)

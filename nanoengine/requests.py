@@ -81,23 +81,21 @@ class RequestChecker:
     def encode(
         self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False, num_kept: int | None = None
     ) -> list[int]:
-        """Tokenize a prompt's text.
+        """Tokenize a prompt's text. Raises ValueError if it is far too long, or the tokenizer fails on it.
 
         A text that is probably too long is first tokenized in pieces, and rejected as soon as they have far
         more tokens than fit, so a text of many megabytes is rejected early. With is_cut, any length is
         accepted, because the prompt is truncated later. If only the last `num_kept` tokens are kept then, a
         long text's end is tokenized from two places on, until both agree on one token more than these.
-
-        Raises:
-            ValueError: the text is far too long, or the tokenizer fails on it.
         """
         tokenizer, num_chars, num_tokens = self.checkpoint.tokenizer, len(text), 0
         is_long = num_chars > max(LONG_TEXT, USUAL_CHARS * self.max_prompt_len)
+        encode = partial(tokenizer, add_special_tokens=add_special_tokens)
         with panics_as_errors("prompt"):
             size, last = max(LONG_TEXT, USUAL_CHARS * (num_kept or 0)), list[int]()
             while is_cut and num_kept is not None and size < num_chars:
-                before, last = last, tokenizer(text[-size:], add_special_tokens=add_special_tokens).input_ids
-                if len(last := last[-num_kept - 1 :]) > num_kept and last == before:
+                before, last = last, encode(text[-size:]).input_ids[-num_kept - 1 :]
+                if len(last) > num_kept and last == before:
                     return [*last]
                 size *= 2
             for i in range(0, num_chars, PIECE) if is_long and not is_cut else ():
@@ -106,7 +104,7 @@ class RequestChecker:
                     text = f"prompt has {num_chars} characters, which is too many tokens for max_model_len="
                     text += f"{self.max_model_len}; shorten it or raise max_model_len"
                     raise PromptTooLongError(text, num_tokens, self.max_prompt_len)
-            token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+            token_ids: list[int] = encode(text).input_ids
         is_twice = len(token_ids) > 1 and token_ids[0] == token_ids[1]
         if is_twice and not self._has_warned and token_ids[0] == getattr(tokenizer, "bos_token_id", None):
             self._has_warned = True
@@ -197,13 +195,10 @@ def read_prompt(
     prompt: Any, encode: Callable[[str], list[int]] | None, vocab_size: int
 ) -> tuple[str | None, list[int]]:
     """Return a prompt's text, or None if unknown, and its token ids, all checked to be in the vocabulary."""
-    fields = prompt
-    if isinstance(prompt, str):
-        fields = {"prompt": prompt}
-    elif not isinstance(prompt, dict):
-        fields = {"prompt_token_ids": prompt}
-    else:
+    if isinstance(prompt, dict):
         fields = without_unserved("a prompt dict", prompt, ("prompt", "prompt_token_ids"))
+    else:
+        fields = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     if not fields:
         raise ValueError(f'a prompt dict must hold "prompt" or "prompt_token_ids", got {list(prompt)}')
     text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
@@ -219,11 +214,7 @@ def read_prompt(
 
 
 def check_prompt_ids(token_ids: Sequence[Any], vocab_size: int) -> list[int]:
-    """Return a copy of a prompt's token ids as Python integers, without a Python loop over valid ones.
-
-    Raises:
-        TypeError, ValueError: a token id is not an integer, or not in the vocabulary.
-    """
+    """Return a copy of a prompt's token ids as Python integers, without a Python loop over valid ones."""
     token_ids = list(token_ids)
     kinds = set(map(type, token_ids))
     if wrong := {kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)}:
