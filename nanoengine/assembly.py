@@ -66,11 +66,7 @@ def start_model(
 
 
 def find_scheduler(given: type[Any] | str | None) -> type[Scheduler]:
-    """Return the class that `scheduler_cls` names.
-
-    Raises:
-        TypeError, ValueError: it is not a subclass of `Scheduler`, or cannot be imported.
-    """
+    """Return the class that `scheduler_cls` names. Raises TypeError unless it is a `Scheduler`."""
     found = find_named("scheduler_cls", given) if isinstance(given, str) else given or Scheduler
     if not isinstance(found, type) or not issubclass(found, Scheduler):
         raise TypeError(f"scheduler_cls must be a subclass of nanoengine.engine.Scheduler, got {found!r}")
@@ -89,10 +85,7 @@ def start_runner(
 
     `ranks` are the processes that share the model, if it is shared. A draft model has draft_widths: the sizes
     of its own vocabulary and of the target model's. beside_bytes is how much its K and V add to each block of
-    the target model. The runner calls `before_forward`.
-
-    Raises:
-        ValueError: the checkpoint or a setting is not supported, or there is too little memory.
+    the target model.
     """
     model, device, loaded = load(opened, ranks, draft_widths is not None)
     config, num_groups = opened.config, len(loaded.kv_groups)
@@ -103,20 +96,20 @@ def start_runner(
         device.reserve(loaded.max_num_batched_tokens, loaded.max_num_chunks, num_groups, loaded.table_width)
         parts = model, device, attention, sample, loaded.block_size
         rows = CachedRows(config.max_num_seqs, loaded.max_model_len)
+        make: Callable[..., ModelRunner] = ModelRunner
         if draft_widths is not None:
             from nanoengine.extensions.draft_model import DraftRunner
 
-            runner: ModelRunner = DraftRunner(*draft_widths, *parts, sampling_rows=rows)
+            make = partial(DraftRunner, *draft_widths)
         elif loaded.state_bytes:
             from nanoengine.extensions.recurrent_states import StatefulRunner
 
-            runner = StatefulRunner(num_groups, *parts, sampling_rows=rows, before_forward=before_forward)
+            make = partial(StatefulRunner, num_groups)
         elif num_groups > 1:
             from nanoengine.extensions.windows import WindowedRunner
 
-            runner = WindowedRunner(num_groups, *parts, sampling_rows=rows, before_forward=before_forward)
-        else:
-            runner = ModelRunner(*parts, sampling_rows=rows, before_forward=before_forward)
+            make = partial(WindowedRunner, num_groups)
+        runner = make(*parts, sampling_rows=rows, before_forward=before_forward)
         started = choose_sizes(opened, runner, loaded, beside_bytes, lambda: capture(runner, loaded))
     allocate(started, started.num_blocks)
     runner.stopwatch = Stopwatch()  # trial runs do not count as steps

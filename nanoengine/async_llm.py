@@ -114,9 +114,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> AsyncGenerator[RequestOutput]:
         """Yield a request's outputs, of the kind that `sampling_params.output_kind` selects.
 
-        A separate thread tokenizes and checks the prompt. The result of `LLMEngine.check` is accepted too,
-        and is not checked again.
-
+        A separate thread tokenizes and checks the prompt, unless it is the result of `LLMEngine.check`.
         Leaving the loop, or cancelling the task, aborts the request and frees its blocks. After a failed
         step, its requests are recomputed. If that fails too, they finish with finish_reason "error".
 

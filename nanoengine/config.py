@@ -169,17 +169,14 @@ class EngineConfig:
         if not (self.scheduler_cls is None or named or isinstance(self.scheduler_cls, type)):
             raise TypeError(f'scheduler_cls must be a class or "module:Class", got {self.scheduler_cls!r}')
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
-            raise TypeError(
-                f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"
-            )
+            raise TypeError(f"hf_overrides must be a dict of config.json's fields, got {self.hf_overrides!r}")
         if self.kv_store is not None:
             self._check_kv_store()
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):
             raise TypeError(f"lora must be a directory with an adapter, got {self.lora!r}")
-        if self.batch_invariant and self.tensor_parallel_size != 1:
-            raise ValueError(f"batch_invariant needs tensor_parallel_size=1, got {self.tensor_parallel_size}")
-        if self.lora is not None and self.tensor_parallel_size != 1:
-            raise ValueError(f"lora needs tensor_parallel_size=1, got {self.tensor_parallel_size}")
+        for name in ("batch_invariant", "lora", "kv_store"):
+            if getattr(self, name) not in (None, False) and self.tensor_parallel_size != 1:
+                raise ValueError(f"{name} needs tensor_parallel_size=1, got {self.tensor_parallel_size}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
 
@@ -195,10 +192,6 @@ class EngineConfig:
             raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
         if self.trace is not None:
             raise ValueError("kv_store cannot be combined with trace, which does not record loaded blocks")
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                "kv_store needs tensor_parallel_size=1: a rank only has the K and V of its heads"
-            )
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:
@@ -236,22 +229,16 @@ class EngineConfig:
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     def resolve_device(self) -> torch.device:
-        """Return the PyTorch device to run on.
-
-        Raises:
-            ValueError: it is neither a CPU nor a CUDA device, or CUDA is not available.
-        """
-        if self.device == "auto":
+        """Return the PyTorch device to run on. Raises ValueError if it cannot be used."""
+        name, device = self.device, None
+        if name == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        device = None
         with suppress(RuntimeError, TypeError):
-            device = torch.device(self.device)
+            device = torch.device(name)
         if device is None or device.type not in ("cpu", "cuda"):
-            raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:<index>", got {self.device!r}')
+            raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:<index>", got {name!r}')
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                f'device={self.device!r} needs CUDA, which this PyTorch cannot use; set device="cpu"'
-            )
+            raise ValueError(f'device={name!r} needs CUDA, which this PyTorch cannot use; set device="cpu"')
         return device
 
 

@@ -3,7 +3,7 @@
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -18,9 +18,8 @@ MAX_PENDING = 32  # limit on consecutive tokens that complete no text
 class TokenTexts(dict[int, str]):
     """Maps a token id to the token's text if that text is the same in any context, else to "".
 
-    The text of a byte-level tokenizer is the concatenation of its tokens' bytes. A token of whole characters
-    therefore has a fixed text, provided that the tokens before it end with a whole character. Tokens of other
-    tokenizers have no fixed text: their decoders may drop a space.
+    A byte-level tokenizer's text is the concatenation of its tokens' bytes, so a token of whole characters
+    has a fixed text after whole characters. Other tokenizers have none: their decoders may drop a space.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -43,7 +42,7 @@ class Detokenizer:
     It never emits part of a UTF-8 character: bytes wait until the character is complete, for at most
     `MAX_PENDING` tokens. While the sample runs, text that may begin a stop string is held back, so that no
     emitted text has to be withdrawn. The decoder sees the prompt's end, so that the output's leading space
-    is kept. `texts` are the tokenizer's fixed texts, shared between samples.
+    is kept.
 
     `content_of` returns the part of new text in which stop strings count, such as an answer's content without
     its reasoning. If it is given, the text is not cut at a stop string: its reader cuts the content.
@@ -54,12 +53,12 @@ class Detokenizer:
         tokenizer: Tokenizer,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        texts: TokenTexts | None = None,
+        texts: TokenTexts | None = None,  # shared between samples
         content_of: Callable[[str], str] | None = None,
     ) -> None:
-        self.tokenizer, self.content_of = tokenizer, content_of
+        self.tokenizer, self.content_of, self.params = tokenizer, content_of, params
         self.texts = TokenTexts(tokenizer, params.skip_special_tokens) if texts is None else texts
-        self.params = params
+        self.decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         # The text may end with all but the last character of a stop string.
         self.num_held_back = max(map(len, params.stop_strings), default=1) - 1
         self.num_tokens = 0
@@ -120,8 +119,7 @@ class Detokenizer:
     def finish(self) -> None:
         """End the output: emit the text held back, and the whole characters of the pending tokens."""
         if self.pending:
-            end = self.tokenizer.decode(self.pending, skip_special_tokens=self.params.skip_special_tokens)
-            self._add(end.rstrip("\ufffd"))
+            self._add(self.decode(self.pending).rstrip("\ufffd"))
         if self.content_of is None:
             self.pieces.append(self.held_back)
         self.held_back, self.pending = "", []
@@ -161,15 +159,11 @@ class Detokenizer:
         The last few tokens stay pending if they may begin a character. The stream decodes the whole run again
         for each of its tokens, so a run without a limit would take quadratic time.
         """
-
-        def decode(token_ids: list[int]) -> str:
-            return self.tokenizer.decode(token_ids, skip_special_tokens=self.params.skip_special_tokens)
-
         pending, self.pending, self.stream = self.pending, [], self._new_stream()
-        whole = decode(pending)
+        whole = self.decode(pending)
         for num_kept in (4, 5, 6, 7):  # a character has up to 4 bytes; do not cut inside one
-            done, kept = decode(pending[:-num_kept]), pending[-num_kept:]
-            if done + decode(kept) == whole:
+            done, kept = self.decode(pending[:-num_kept]), pending[-num_kept:]
+            if done + self.decode(kept) == whole:
                 break
         return done + "".join(self._decode(token_id) or "" for token_id in kept)
 
@@ -190,14 +184,11 @@ class TokenBytes(dict[int, bytes]):
 
     Byte-level and byte-fallback tokens have their bytes in the vocabulary. Others are decoded after a word,
     because decoders treat the start of a text differently: they may drop a space, or keep WordPiece's prefix.
-
-    Args:
-        tokenizer: transformers' tokenizer. None: tokens have no text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer  # transformers' tokenizer; None: tokens have no text
         self.added = {} if tokenizer is None else tokenizer.added_tokens_decoder
         self.backend: Any = None if tokenizer is None else tokenizer.backend_tokenizer
         self.byte_of: dict[str, int] = {}  # symbol of a byte-level vocabulary -> byte
@@ -209,20 +200,17 @@ class TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         """Look up a token at its first use."""
-        token = None if self.tokenizer is None else self.tokenizer.convert_ids_to_tokens(token_id)
-        text = token or ""
-        if token_id in self.added:
-            found = text.encode()
-        elif self.byte_of and all(symbol in self.byte_of for symbol in text):
-            found = bytes(self.byte_of[symbol] for symbol in text)
-        elif byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
-            found = bytes.fromhex(byte[1])
-        elif text:
-            ids, before = self.word
-            text = self.backend.decode([*ids, token_id], skip_special_tokens=False)
-            found = text.removeprefix(before).encode()
-        else:
-            found = b""
+        text = (self.tokenizer and self.tokenizer.convert_ids_to_tokens(token_id)) or ""
+        found: bytes = text.encode()
+        if text and token_id not in self.added:
+            if self.byte_of and all(symbol in self.byte_of for symbol in text):
+                found = bytes(self.byte_of[symbol] for symbol in text)
+            elif byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
+                found = bytes.fromhex(byte[1])
+            else:
+                ids, before = self.word
+                text = self.backend.decode([*ids, token_id], skip_special_tokens=False)
+                found = text.removeprefix(before).encode()
         self[token_id] = found
         return found
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -28,8 +29,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             given, unserved = self._split(given)
             served = {flag[2:].replace("-", "_") for flag in self._option_string_actions}
             try:
-                ignored = ENGINE_IGNORES + SERVER_IGNORES
-                without_unserved(self.prog, unserved, served, ignored)
+                without_unserved(self.prog, unserved, served, ENGINE_IGNORES + SERVER_IGNORES)
             except (TypeError, ValueError) as error:
                 self.error(str(error))
         return super().parse_args(given, namespace)
@@ -56,23 +56,20 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         enable_, disable_ or use_ takes no value from the next argument.
         """
         known, left, unserved = self._option_string_actions, list[str](), dict[str, Any]()
-        rest = iter(given)
-        pending = next(rest, None)
-        while (argument := pending) is not None:
-            pending = next(rest, None)
-            flag, equals, text = argument.partition("=")
+        rest = deque(given)
+        while rest:
+            flag, equals, text = (argument := rest.popleft()).partition("=")
             abbreviates = self.allow_abbrev and any(one.startswith(flag) for one in known)
             if argument == "--":
-                left += [one for one in (argument, pending, *rest) if one is not None]
-                break
+                return [*left, argument, *rest], unserved
             if not flag.startswith("--") or flag in known or abbreviates:
                 left.append(argument)
                 continue
             is_negated = flag.startswith("--no-")
             name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
             is_switch = is_negated or name.startswith(("disable_", "enable_", "use_"))
-            if not equals and not is_switch and pending is not None and not pending.startswith("--"):
-                text, equals, pending = pending, "=", next(rest, None)
+            if not equals and not is_switch and rest and not rest[0].startswith("--"):
+                text, equals = rest.popleft(), "="
             unserved[name] = value_of(text) if equals else not is_negated
         return left, unserved
 

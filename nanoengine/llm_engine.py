@@ -24,7 +24,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import Collected, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
-from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, emptied_by, random_seed
+from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling.sampler import UNDRAWN, why_no_token
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
@@ -35,16 +35,12 @@ from nanoengine.unknown_arguments import refuse_unserved
 if TYPE_CHECKING:  # imported when metrics are read
     from nanoengine.metrics import Metric
 
-# ---- The engine ----------------------------------------------------------------------------------
-
 
 class LLMEngine:
     """Queues requests and returns their outputs, one step at a time. Names are vLLM's.
 
-    Only one thread may use it at a time: use `AsyncLLM` for several threads. `LLM` generates, chats and
-    streams with an `LLMEngine`.
-
-    `before_forward` is called just before each forward pass.
+    Only one thread may use it at a time: use `AsyncLLM` for several threads. `before_forward` is called just
+    before each forward pass.
 
     Raises:
         ValueError: a setting or checkpoint is not supported. No memory stays allocated.
@@ -405,9 +401,11 @@ class LLMEngine:
             self.num_generation_tokens += request.take_tokens(seq, of_samples.get(seq.seq_id, ()), now)
             if math.isnan(request.samples[seq.seq_id].cumulative_logprob):
                 self._fail(seq)
-            is_empty = seq.finish_reason == "error" and seq.stop_reason == why_no_token(())
-            if is_empty and (reason := emptied_by(seq, self.checkpoint.vocab_size)):
-                seq.stop_reason = UNDRAWN + reason
+            if seq.finish_reason == "error" and seq.stop_reason == why_no_token(()):
+                from nanoengine.sampling.penalties import emptied_by
+
+                if reason := emptied_by(seq, self.checkpoint.vocab_size):
+                    seq.stop_reason = UNDRAWN + reason
         self._hand_over(requests.values())
         stopwatch.lap("update")
 
@@ -431,8 +429,8 @@ class LLMEngine:
     def _forget(self, request: Request) -> None:
         self._stats.add(request)
         seqs = [sample.seq for sample in request.samples.values()]
-        if reasons := {seq.stop_reason for seq in seqs if seq.finish_reason == "error"}:
-            reason = "; ".join(map(str, reasons))
+        if reasons := {str(seq.stop_reason) for seq in seqs if seq.finish_reason == "error"}:
+            reason = "; ".join(reasons)
             logging.getLogger(__name__).error("request %s failed: %s", request.request_id, reason)
         self._unlist(request)
 

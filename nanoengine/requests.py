@@ -274,30 +274,6 @@ def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> t
     return tuple(results)
 
 
-def emptied_by(seq: Any, vocab_size: int) -> str | None:
-    """Return which settings ban every token that may come next in a sequence. None: they leave a token."""
-    params, output_ids, may_end = seq.params, seq.token_ids[seq.num_prompt_tokens :], True
-    left, where = set(range(vocab_size)), "may come next"
-    for one in seq.processors:
-        if one.is_mask:
-            left, may_end = one.allowed(output_ids)
-            where = "structured_outputs allow next"
-    left |= seq.stop_ids if may_end else set()
-    start = len(output_ids) + 1
-    ended = (word for word in seq.bad_words if [*word[:-1]] == output_ids[max(0, start - len(word)) :])
-    bans = {
-        "allowed_token_ids": left.difference(params.allowed_token_ids or left),
-        "bad_words": {word[-1] for word in ended} & left,
-        "min_tokens": seq.stop_ids & left if may_end and len(output_ids) < params.min_tokens else set(),
-        "stop_token_ids": set() if may_end else seq.stop_ids & left,
-    }
-    if not left or left.difference(*bans.values()):
-        functions = [one for one in seq.processors if not one.is_mask]
-        return "the logits are NaN or infinite, or logits_processors ban every token" if functions else None
-    names = [name for name, ids in bans.items() if ids == left] or [name for name, ids in bans.items() if ids]
-    return f"{' and '.join(names)} ban{'' if names[1:] else 's'} every token that {where}"
-
-
 def random_seed(params: SamplingParams, index: int, engine_seed: int, seq_id: int) -> int:
     """Return the 64-bit seed of a sample, derived from the request's seed or, without one, the engine's."""
     unseeded = params.seed is None or params.seed == -1

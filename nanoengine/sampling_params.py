@@ -101,15 +101,6 @@ def num_arguments(processor: Any) -> int:
     )
 
 
-def check_processors(given: Any) -> list[Callable[..., Any]]:
-    """Return logits_processors as a list. Raises TypeError if they are not functions."""
-    if not isinstance(given, list | tuple):
-        raise TypeError(f"logits_processors must be a list, got {given!r}")
-    for one in given:
-        num_arguments(one)
-    return list(given)
-
-
 class RequestOutputKind(Enum):
     """Selects what a request's outputs hold: everything so far, only what is new, or the final result."""
 
@@ -248,8 +239,12 @@ class SamplingParams:
             checked["structured_outputs"] = replace(given)
         elif given is not None:
             raise TypeError(f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}")
-        if self.logits_processors is not None:
-            checked["logits_processors"] = check_processors(self.logits_processors)
+        if (functions := self.logits_processors) is not None:
+            if not isinstance(functions, list | tuple):
+                raise TypeError(f"logits_processors must be a list, got {functions!r}")
+            checked["logits_processors"] = list(functions)
+            for one in functions:
+                num_arguments(one)
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         checked["stop_strings"] = tuple(check_strings("stop", stop))
         if stop is self.stop:
@@ -269,11 +264,7 @@ class SamplingParams:
             setattr(self, name, value)
 
     def clone(self) -> "SamplingParams":
-        """Return a copy, with all fields checked again.
-
-        Raises:
-            TypeError, ValueError: a changed field has the wrong type or is out of range.
-        """
+        """Return a copy, with all fields checked again."""
         return replace(self)
 
     def check_vocabulary(self, vocab_size: int) -> None:

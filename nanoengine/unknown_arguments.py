@@ -115,10 +115,7 @@ def refuse_unserved(call: Callable[..., Any], unserved: Mapping[str, Any]) -> No
 def accepts(
     ignored: Iterable[str] = (), renamed: Mapping[str, str] = {}, optional: Iterable[str] = ()
 ) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that applies the rule to a class whose arguments are all keywords.
-
-    For `optional` arguments, None stands for the default.
-    """
+    """Return a decorator that applies the rule to a class. For `optional` arguments, None is the default."""
 
     def decorate(cls: type[T]) -> type[T]:
         make = cls.__init__

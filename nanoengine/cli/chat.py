@@ -30,11 +30,10 @@ def main(arguments: list[str] | None = None) -> None:
         readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
     with in_a_terminal(parser):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        with LLM(
-            **{"max_num_seqs": 1} | settings_of(parser, args, EngineConfig)
-        ) as llm:  # the cache is sized for one
+        settings = {"max_num_seqs": 1} | settings_of(parser, args, EngineConfig)  # the cache is sized for one
+        with LLM(**settings) as llm:
             if not getattr(llm.get_tokenizer(), "chat_template", None):
-                model = llm.llm_engine.config.model
+                model = llm.config.model
                 raise ValueError(
                     f"{model} has no chat template, so it cannot hold a conversation; "
                     f"`nanoengine run {model} --prompt TEXT` continues a text"

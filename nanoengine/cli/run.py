@@ -105,12 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"\n{args.trace} shows {len(events) - 1} steps")
 
 
-def ask(
-    llm: LLM,
-    questions: list[str],
-    params: SamplingParams,
-    generate: Generate,
-) -> None:
+def ask(llm: LLM, questions: list[str], params: SamplingParams, generate: Generate) -> None:
     """Answer questions and print the answers. `generate` is `LLM.generate`, or computes the same."""
     start = time.perf_counter()
     prompts: list[Any] = list(questions)

@@ -86,17 +86,15 @@ class Workload:
         return [prefix + draw(num_tokens) for num_tokens in self.lengths()[0]]
 
 
-WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        Workload("nano", 256, (100, 1024), (100, 1024)),  # nano-vllm's benchmark, for a GPU
-        Workload("small", 32, (32, 256), (32, 128)),
-        Workload("decode", 16, (16, 32), (128, 128)),
-        Workload("prefill", 16, (512, 512), (8, 8)),
-        Workload("prefix", 32, (32, 32), (32, 32), shared=512),
-        Workload("tiny", 128, (32, 256), (32, 256), shape="tiny"),
-    )
-}
+_WORKLOADS = (
+    Workload("nano", 256, (100, 1024), (100, 1024)),  # nano-vllm's benchmark, for a GPU
+    Workload("small", 32, (32, 256), (32, 128)),
+    Workload("decode", 16, (16, 32), (128, 128)),
+    Workload("prefill", 16, (512, 512), (8, 8)),
+    Workload("prefix", 32, (32, 32), (32, 32), shared=512),
+    Workload("tiny", 128, (32, 256), (32, 256), shape="tiny"),
+)
+WORKLOADS = {workload.name: workload for workload in _WORKLOADS}
 
 
 def parse_custom(text: str) -> Workload:

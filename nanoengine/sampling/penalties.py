@@ -1,4 +1,4 @@
-"""Edits logits before sampling: biases, penalties and banned tokens. Also forces tokens.
+"""Edits logits before sampling: biases, penalties and banned tokens. Also forces tokens, and explains bans.
 
 Shape letters: R rows, P rows with penalties, V vocabulary.
 """
@@ -220,6 +220,30 @@ def edit_logits(logits: Tensor, rows: Sequence[Any], settings: Any) -> None:
     bans = _index([(i, ids) for i, one in edits.of_rows for ids in one.bans(rows[i])], logits.device)
     if bans is not None:
         logits[bans] = logits.new_full((), -math.inf)  # a Python number would be copied synchronously
+
+
+def emptied_by(seq: Any, vocab_size: int) -> str | None:
+    """Return which settings ban every token that may come next in a sequence. None: they leave a token."""
+    params, output_ids, may_end = seq.params, seq.token_ids[seq.num_prompt_tokens :], True
+    left, where = set(range(vocab_size)), "may come next"
+    for one in seq.processors:
+        if one.is_mask:
+            left, may_end = one.allowed(output_ids)
+            where = "structured_outputs allow next"
+    left |= seq.stop_ids if may_end else set()
+    start = len(output_ids) + 1
+    ended = (word for word in seq.bad_words if [*word[:-1]] == output_ids[max(0, start - len(word)) :])
+    bans = {
+        "allowed_token_ids": left.difference(params.allowed_token_ids or left),
+        "bad_words": {word[-1] for word in ended} & left,
+        "min_tokens": seq.stop_ids & left if may_end and len(output_ids) < params.min_tokens else set(),
+        "stop_token_ids": set() if may_end else seq.stop_ids & left,
+    }
+    if not left or left.difference(*bans.values()):
+        functions = [one for one in seq.processors if not one.is_mask]
+        return "the logits are NaN or infinite, or logits_processors ban every token" if functions else None
+    names = [name for name, ids in bans.items() if ids == left] or [name for name, ids in bans.items() if ids]
+    return f"{' and '.join(names)} ban{'' if names[1:] else 's'} every token that {where}"
 
 
 def force_tokens(

@@ -29,11 +29,7 @@ LESSON = "04-paging.md"  # if this lesson is in the page's directory, all lesson
 
 
 def load(path: str | Path) -> list[Event]:
-    """Read the events of a trace in JSON lines, without a last line that was cut off.
-
-    Raises:
-        ValueError: the file is not a trace, or has another version.
-    """
+    """Read the events of a trace in JSON lines, without a last line that was cut off."""
     lines = Path(path).read_bytes().splitlines()  # json.loads accepts UTF-8 bytes
     events: list[Event] = []
     for number, line in enumerate(lines, 1):
@@ -45,10 +41,8 @@ def load(path: str | Path) -> list[Event]:
     start = events[0] if events else None
     if not isinstance(start, dict) or start.get("event") != "start":
         raise ValueError(f"{path} is not a trace: its first line must be a start event")
-    if start["version"] != VERSION:
-        raise ValueError(
-            f"{path} has version {start['version']} of the format, but this nanoengine reads {VERSION}"
-        )
+    if (found := start["version"]) != VERSION:
+        raise ValueError(f"{path} has version {found} of the format, but this nanoengine reads {VERSION}")
     return events
 
 
@@ -56,9 +50,6 @@ def save(events: Iterable[Event], path: str | Path, model: Any = None, receipt: 
     """Write a trace in the format of the name's ending: .jsonl, .html (a page), .json (Chrome trace events).
 
     With a model, as `pack_model` returns it, the page runs the engine. It shows the receipt, if there is one.
-
-    Raises:
-        ValueError: the ending is another one.
     """
     path = Path(path)
     if path.suffix == ".html":
@@ -73,13 +64,9 @@ def save(events: Iterable[Event], path: str | Path, model: Any = None, receipt: 
 
 
 def page(events: Iterable[Event], lessons: str = "", model: Any = None, receipt: str = "") -> str:
-    """Return a trace as one self-contained HTML page, which works offline.
+    """Return a trace as one self-contained HTML page, which works offline: see `save`.
 
-    Args:
-        events: the trace.
-        lessons: the file ending of the lessons in the page's directory, to which it links; "": no links.
-        model: what `pack_model` returns, for a page that runs the engine; None: it shows the trace.
-        receipt: where the run's seconds went, as a table in text.
+    `lessons` is the file ending of the lessons in the page's directory, to which it links; "": no links.
     """
 
     def embed(value: Any) -> str:
@@ -116,9 +103,7 @@ def pack_model() -> dict[str, Any]:
         "config": json.loads(demo.joinpath("config.json").read_text()),
         "stop_ids": json.loads(demo.joinpath("generation_config.json").read_text())["eos_token_id"],
         "tokenizer": json.loads(demo.joinpath("tokenizer.json").read_text()),
-        "shapes": {
-            name.removeprefix("model.").removesuffix(".weight"): one.shape for name, one in tensors.items()
-        },
+        "shapes": {re.sub(r"^model\.|\.weight$", "", name): one.shape for name, one in tensors.items()},
         "weights": base64.b64encode(gzip.compress(planes, mtime=0)).decode(),
     }
 
@@ -129,50 +114,44 @@ def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     Source: the Trace Event Format,
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
-    engine, sequences = {"pid": 0, "tid": 0}, 1
-    yield {"ph": "M", "name": "process_name", **engine, "args": {"name": "engine"}}
-    yield {"ph": "M", "name": "thread_name", **engine, "args": {"name": "phases of a step"}}
-    yield {"ph": "M", "name": "process_name", "pid": sequences, "tid": 0, "args": {"name": "sequences"}}
+    engine, sequences = 0, 1  # process ids; a sequence is a thread
+
+    def mark(ph: str, name: str, pid: int, tid: int = 0, **more: Any) -> dict[str, Any]:
+        return {"ph": ph, "name": name, "pid": pid, "tid": tid, **more}
+
+    yield mark("M", "process_name", engine, args={"name": "engine"})
+    yield mark("M", "thread_name", engine, args={"name": "phases of a step"})
+    yield mark("M", "process_name", sequences, args={"name": "sequences"})
     num_blocks, num_prompt_tokens = 0, dict[int, int]()
     for event in events:
         if event["event"] == "start":
             num_blocks = event["num_blocks"]
             continue
-        end = event["time_s"] * 1e6  # microseconds, like all times in this format
+        end, step = event["time_s"] * 1e6, {"step": event["step"]}  # microseconds, like all times here
         begin = now = end - sum(event["seconds"].values()) * 1e6
         for phase, seconds in event["seconds"].items():
-            args = {"step": event["step"]}
-            yield {"ph": "X", "name": phase, **engine, "ts": now, "dur": seconds * 1e6, "args": args}
+            yield mark("X", phase, engine, ts=now, dur=seconds * 1e6, args=step)
             now += seconds * 1e6
         for change in event["changes"]:
             if change["change"] == "add":
-                track = {"pid": sequences, "tid": change["seq"]}
                 num_prompt_tokens[change["seq"]] = len(change["token_ids"])
                 name = f"request {change['request']}, sequence {change['seq']}"
-                yield {"ph": "M", "name": "thread_name", **track, "args": {"name": name}}
+                yield mark("M", "thread_name", sequences, change["seq"], args={"name": name})
             elif change["change"] == "schedule":
                 for chunk in change["chunks"]:
                     num_tokens = chunk["end"] - chunk["start"]
                     is_prompt = chunk["start"] < num_prompt_tokens[chunk["seq"]]
                     kind = "prompt" if is_prompt else "decode" if num_tokens == 1 else "again"
                     kind = kind if chunk["draft"] is None else "draft"
-                    yield {
-                        "ph": "X",
-                        "name": f"{kind} [{chunk['start']}, {chunk['end']})",
-                        "cat": kind,
-                        "pid": sequences,
-                        "tid": chunk["seq"],
-                        "ts": begin,
-                        "dur": end - begin,
-                        "args": {"step": event["step"], "tokens": num_tokens},
-                    }
+                    name, args = f"{kind} [{chunk['start']}, {chunk['end']})", step | {"tokens": num_tokens}
+                    place = {"ts": begin, "dur": end - begin}
+                    yield mark("X", name, sequences, chunk["seq"], cat=kind, **place, args=args)
             elif change["change"] == "free":
-                track = {"pid": sequences, "tid": change["seq"]}
-                yield {"ph": "i", "name": change["why"], "s": "t", **track, "ts": end, "args": change}
+                yield mark("i", change["why"], sequences, change["seq"], s="t", ts=end, args=change)
         counters = {"blocks in use": num_blocks - event["num_free_blocks"]}
         counters |= {f"sequences {state}": event[f"num_{state}"] for state in ("running", "waiting")}
         for name, value in counters.items():
-            yield {"ph": "C", "name": name, "pid": engine["pid"], "ts": end, "args": {name: value}}
+            yield mark("C", name, engine, ts=end, args={name: value})
 
 
 def main(arguments: list[str] | None = None) -> None:
