@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import TRICKS_HEAD, compare_tricks, hardware, table, versions_of
+from benchmarks.report import TRICKS_HEAD, compare_tricks, hardware, versions_of
+from nanoengine.cli.terminal import table
 
 # Measured output tokens per second on an H200; None: nobody has measured it.
 EXPECTED = {"triton": 24_500, "flash": 22_300, "varlen": None, "vllm": None, "nano-vllm": 19_000}

@@ -20,9 +20,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.report import table
 from nanoengine.backends import cuda
 from nanoengine.backends.device import Forward
+from nanoengine.cli.terminal import table
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, Scheduler, Sequence
 from nanoengine.llm_engine import LLMEngine

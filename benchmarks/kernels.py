@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import machine
-from benchmarks.report import hardware, table
+from benchmarks.report import hardware
 from nanoengine.backends.cpu import build
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels, dtype_name
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
@@ -27,6 +27,7 @@ from nanoengine.backends.host_memory import zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import Settings
 from nanoengine.backends.quantization import Form, Quantized
+from nanoengine.cli.terminal import table
 
 # Inputs and outputs of a layer's linear layers: Q, K and V; attention's output; gate and up; down.
 LINEARS = (1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)

@@ -2,26 +2,11 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.ablation import WITHOUT
 from benchmarks.compare import LATENCIES
-
-
-def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """Return a Markdown table, padded so that it can be read in a terminal too.
-
-    >>> print(table(["a", "b"], [[1, "two"]]))
-    | a | b   |
-    |---|-----|
-    | 1 | two |
-    """
-    lines = [list(map(str, row)) for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [" | ".join(map(str.ljust, line, widths)) for line in lines]
-    rule = "|".join("-" * (width + 2) for width in widths)
-    return "\n".join([f"| {padded[0]} |", f"|{rule}|", *(f"| {line} |" for line in padded[1:])])
+from nanoengine.cli.terminal import table
 
 
 def pair_ratios(row: dict[str, Any], other: dict[str, Any]) -> str:
@@ -32,10 +17,7 @@ def pair_ratios(row: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
-    """Return a result's figures as text, by label, some beside those of the `first` engine.
-
-    "-" marks figures that the engine does not report.
-    """
+    """Return a result's figures as text, by label, some beside those of the `first` engine."""
 
     def text(name: str, form: str, scale: float = 1.0) -> str:
         return "-" if row.get(name) is None else format(row[name] * scale, form)
@@ -107,10 +89,7 @@ TRICKS_HEAD = "without", "workload", "output tokens/s with, without", "gain (min
 
 
 def compare_tricks(report: dict[str, Any]) -> list[list[str]]:
-    """Return a table's row per trick and workload: an engine, compared with the next one, without the trick.
-
-    The gain is the median of the pairs' ratios.
-    """
+    """Return a row per trick and workload: an engine, compared with the next one, without the trick."""
     lines = []
     for result in report["models"]:
         with_it: dict[str, Any] = {}

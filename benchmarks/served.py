@@ -27,9 +27,10 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.models import write_shape, write_tokenizer
-from benchmarks.report import hardware, table
+from benchmarks.report import hardware
 from benchmarks.runs import CORES
 from benchmarks.workers import environment
+from nanoengine.cli.terminal import table
 from nanoengine.cli.workloads import SHAPES
 
 START_SECONDS = 300

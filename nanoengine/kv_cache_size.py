@@ -25,9 +25,6 @@ def choose_sizes(
 
     The memory must have room for the largest steps and for the graphs that `capture` makes as well.
     beside_bytes is how much a draft model's K and V add to each block.
-
-    Raises:
-        ValueError: there is too little memory.
     """
     config, device, specs, state_bytes = opened.config, runner.device, loaded.kv_specs, loaded.state_bytes
     counts = [config.num_kv_blocks, *([config.num_state_slots] if state_bytes else [])]

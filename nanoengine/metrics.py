@@ -64,8 +64,7 @@ def metrics(engine: Any) -> dict[str, int | float]:
 
     `seconds_*` are the total times of the phases of a step: schedule, inputs (building arrays and copying
     them to the device), forward (up to the logits), sample, and update (the scheduler's update, and
-    detokenization). On CUDA, forward only queues kernels. Reading the sampled tokens waits for the kernels,
-    so their time counts as sample.
+    detokenization). On CUDA, forward only queues kernels: sample waits for them.
     """
     scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
     drafted, accepted = drafts(engine)
@@ -106,20 +105,17 @@ def get_metrics(engine: Any) -> list[Metric]:
     gauges = ("requests_running", "running"), ("requests_waiting", "waiting")
     counters = [f"{kind}prefix_cache_{what}" for kind in ("", "external_") for what in ("queries", "hits")]
     counters += ["num_preemptions", "prompt_tokens", "generation_tokens"]
-    vectors: list[Metric] = []
     if (num_places := engine.config.num_speculative_tokens) > 0:
         counters += [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        accepted = drafts(engine)[1]
-        vectors.append(Vector(name, dict(labels), [accepted[place] for place in range(num_places)]))
-    return [
+    found: list[Metric] = [
         *(Gauge(f"vllm:num_{name}", dict(labels), float(counts[f"num_{ours}"])) for name, ours in gauges),
         Gauge("vllm:kv_cache_usage_perc", dict(labels), counts["kv_cache_usage"]),
         *(Counter(f"vllm:{name}", dict(labels), int(counts[name])) for name in counters),
-        *vectors,
-        *(
-            Counter("vllm:request_success", labels | {"finished_reason": reason}, stats.reasons[reason])
-            for reason in REASONS
-        ),
-        *(histogram(f"vllm:{name}", observed, labels) for name, observed in stats.observed.items()),
     ]
+    if num_places > 0:
+        name, (_, accepted) = "vllm:spec_decode_num_accepted_tokens_per_pos", drafts(engine)
+        found.append(Vector(name, dict(labels), [accepted[place] for place in range(num_places)]))
+    for reason in REASONS:
+        given = labels | {"finished_reason": reason}
+        found.append(Counter("vllm:request_success", given, stats.reasons[reason]))
+    return found + [histogram(f"vllm:{name}", one, labels) for name, one in stats.observed.items()]

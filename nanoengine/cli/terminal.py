@@ -1,10 +1,10 @@
-"""Gives `nanoengine run` and `nanoengine chat` their flags, and ends them as a terminal expects."""
+"""Gives commands what they share in a terminal: flags, how they end, and tables."""
 
 import argparse
 import io
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from nanoengine import CompletionOutput
@@ -42,6 +42,21 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Return a Markdown table, padded so that it can be read in a terminal too.
+
+    >>> print(table(["a", "b"], [[1, "two"]]))
+    | a | b   |
+    |---|-----|
+    | 1 | two |
+    """
+    lines = [list(map(str, row)) for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
+    padded.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    return "\n".join(padded)
 
 
 def cut_mark(completion: CompletionOutput, num_tokens: int) -> str:

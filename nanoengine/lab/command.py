@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from nanoengine.cli.terminal import table
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager
 from nanoengine.flags import FlexibleArgumentParser, argparse_type
@@ -33,10 +34,10 @@ from nanoengine.sampling_params import check_integer, check_number
 
 def print_table(title: str, reports: dict[str, Report], ttft_limit: float, itl_limit: float) -> None:
     """Print a Markdown table with one row per setup."""
-
-    def cells(setup: str, report: Report) -> dict[str, str]:
+    rows: list[dict[str, str]] = []
+    for setup, report in reports.items():
         latency, ttft = ([f"{one:.2f}" for one in report.quantiles(name)] for name in ("latency", "ttft"))
-        return {
+        row = {
             "": setup,
             "latency p50 / p90 / p99, s": " / ".join(latency),
             "TTFT, s": " / ".join(ttft),
@@ -50,12 +51,8 @@ def print_table(title: str, reports: dict[str, Report], ttft_limit: float, itl_l
             "output tokens/s": f"{report.output_tokens_per_s:.0f}",
             "busy": f"{report.busy_seconds / report.seconds:.0%}",
         }
-
-    table = [cells(name, report) for name, report in reports.items()]
-    rows = [list(table[0]), *(list(row.values()) for row in table)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    print(f"\n{title}\n", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows), sep="\n")
+        rows.append(row)
+    print(f"\n{title}\n\n{table(rows[0], (row.values() for row in rows))}")
 
 
 def draw(reports: dict[str, Report], path: str) -> None:
