@@ -103,10 +103,7 @@ class NoForward(Forward):
 
 @contextmanager
 def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[LLMEngine]:
-    """Yield an engine that is set up as on a GPU, with a stubbed forward pass and stubbed sampling.
-
-    The engine runs at most `num_seqs` sequences.
-    """
+    """Yield an engine that is set up as on a GPU, with a stubbed forward pass and stubbed sampling."""
     block_size = 256
     settings: dict[str, Any] = {"max_num_seqs": num_seqs, "max_model_len": max_model_len}
     settings |= {"block_size": block_size, "num_kv_blocks": num_seqs * max_model_len // block_size}

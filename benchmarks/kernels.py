@@ -63,10 +63,7 @@ def least(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure_peaks(repeats: int, rounds: int = 200_000, num_bytes: int = MANY_BYTES) -> dict[str, float]:
-    """Return the operations per second by type of number, and the bytes per second read from "memory".
-
-    A number type without instructions of its own has the peak of float32.
-    """
+    """Return the operations per second by type of number, and the bytes per second read from "memory"."""
     program, *options = (os.environ.get("CXX") or "g++").split()
     source = Path(__file__).with_name("peak.cpp")
     with tempfile.TemporaryDirectory() as directory:

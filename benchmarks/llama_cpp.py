@@ -21,10 +21,7 @@ FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qw
 
 
 def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) -> dict[str, Any]:
-    """Write the model as a GGUF file, and return the settings for `load`, with the cache's size in tokens.
-
-    Raises ValueError if llama.cpp would compute another model than the checkpoint describes.
-    """
+    """Write a GGUF file, and return the settings for `load`. ValueError: llama.cpp has no such model."""
     config = checkpoint.decoder_config
     if config is None:
         known = ", ".join(FAMILIES)

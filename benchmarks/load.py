@@ -10,10 +10,7 @@ from typing import Any
 
 
 def load_once(model: str) -> dict[str, float]:
-    """Load a model and compute one token in this process. Returns the seconds of each phase.
-
-    The phases inside `LLM()` are those that nanoengine.timing logs. `compiling` is a part of `kernels`.
-    """
+    """Load a model and compute one token in this process. Returns the seconds of each phase."""
     import psutil
 
     seconds = {"start of Python": time.time() - psutil.Process().create_time()}

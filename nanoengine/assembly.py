@@ -38,13 +38,7 @@ if TYPE_CHECKING:  # at run time each is imported only for an engine that needs 
 def start_model(
     config: EngineConfig, before_forward: Callable[[], object]
 ) -> "tuple[Started, DraftModel | None]":
-    """Start the model, and its draft model or its other ranks if the config asks for them.
-
-    The runner calls `before_forward` just before each forward pass.
-
-    Raises:
-        TypeError, ValueError: a setting or a checkpoint is not supported, or there is too little memory.
-    """
+    """Start the model, and its draft model or its other ranks if the config asks for them."""
     find_scheduler(config.scheduler_cls)  # raise its errors before the model is loaded
     checkpoint, asked = open_checkpoint(config), config.speculation
     opened = Opened(config, checkpoint, checkpoint.choose_length(config.max_model_len))

@@ -191,10 +191,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         await asyncio.to_thread(self.close)
 
     async def _call(self, command: Callable[[], T], takes_place: bool = False) -> T:
-        """Run a command in the engine's thread. Returns its result, or raises its exception.
-
-        With takes_place, the command waits until fewer than max_concurrent_requests are running.
-        """
+        """Run a command in the engine's thread; with takes_place, once there is room for a request."""
         done: Future[T] = Future()
 
         def run() -> None:

@@ -195,10 +195,7 @@ class EngineConfig:
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:
-        """Add a flag for each setting to an argument parser, or to an argument group.
-
-        Settings in `unknown_arguments.INSTEAD` get their defaults, because vLLM's scripts read them.
-        """
+        """Add a flag for each setting, and the defaults of `INSTEAD`, which vLLM's scripts read."""
         from nanoengine.flags import add_flags
 
         target: Any = parser

@@ -75,11 +75,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def with_dashes(argument: str) -> str:
-    """Return a flag with its underscores turned into dashes, and any other argument unchanged.
-
-    >>> with_dashes("--max_model_len=a_b"), with_dashes("a_b")
-    ('--max-model-len=a_b', 'a_b')
-    """
+    """Return a flag with its underscores turned into dashes, and any other argument unchanged."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 

@@ -61,10 +61,7 @@ def choose_sizes(
 def plan_trial(
     config: EngineConfig, runner: ModelRunner, loaded: Loaded, capture: Callable[[], Forward]
 ) -> Trial:
-    """Return a trial of the steps that need the most memory: the longest prompts, and the most decodes.
-
-    With draft tokens, each decode has several rows. The runner must not have caches yet.
-    """
+    """Return a trial of the steps that need the most memory: the longest prompts, and the most decodes."""
     budget, rows_per_seq = loaded.max_num_batched_tokens, 1 + config.num_speculative_tokens
     longest = min(loaded.max_model_len - 1, budget)  # leaves room for an output token
     prompts = [longest] * (budget // longest) + [budget % longest]

@@ -128,10 +128,7 @@ PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2
 
 
 class RequestStats:
-    """Collects the lengths (in tokens) and durations of requests.
-
-    The engine adds the time to the first token as soon as there is one, `add` the others.
-    """
+    """Collects the lengths (in tokens) and durations of requests. The engine adds times to first tokens."""
 
     def __init__(self, max_model_len: int) -> None:
         lengths = [m * 10**e for e in range(8) for m in (1, 2, 5) if m * 10**e <= max_model_len]

@@ -44,10 +44,7 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
 
 class PromptTooLongError(ValueError):
-    """Raised when a prompt has more tokens than the model or the KV cache can hold.
-
-    `num_tokens` is a lower bound if the prompt is far too long.
-    """
+    """Raised when a prompt has more tokens than fit. `num_tokens` is a lower bound if it has far more."""
 
     def __init__(self, message: str, num_tokens: int, limit: int) -> None:
         super().__init__(message)
@@ -247,11 +244,7 @@ def panics_as_errors(name: str) -> Iterator[None]:
 
 
 def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return every token sequence that spells one of the words at the start of a text or after one of AFTER.
-
-    Raises:
-        ValueError: a word has no tokens, or a token that is not in the model's vocabulary.
-    """
+    """Return every token sequence that spells a word at the start of a text or after one of AFTER."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
     texts = [f"0{character}" for character in AFTER]
     befores = {"": [[]], **{text: [encode(text), encode("0"), []] for text in texts}}
@@ -386,10 +379,9 @@ class Request:
         return sample.num_taken - first
 
     def take_prompt_report(self, report: Any) -> bool:
-        """Add log-probabilities of prompt tokens.
+        """Add log-probabilities of prompt tokens, unless they are known from before a preemption.
 
-        After a preemption the prompt is computed again. Entries that are already known are skipped.
-        Returns whether a new log-probability is NaN. A NaN among a row's logits makes all of the row NaN.
+        Returns whether a new one is NaN. A NaN among a row's logits makes all of the row NaN.
         """
         first, entries = report
         new = entries[len(self.prompt_logprobs) - first :]

@@ -22,10 +22,7 @@ def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int
 
 
 def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
-    """Return the value as a float. Raises TypeError or ValueError unless it is in [low, high].
-
-    With open_low, low itself is not allowed either.
-    """
+    """Return the value as a float. Raises TypeError or ValueError unless it is in the range."""
     limits = f"a number in {'(' if open_low else '['}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {limits}, got {value!r}")

@@ -78,10 +78,7 @@ def uninterrupted() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def unwound_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM leave the block as an exception, if the signal would end the process at once.
-
-    The block can thus clean up. Afterwards the process ends by the signal.
-    """
+    """Turn a SIGTERM that would end the process into an exception that leaves the block, which cleans up."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

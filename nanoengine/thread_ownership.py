@@ -17,11 +17,7 @@ class Owner:
         self._thread: threading.Thread | None = None
 
     def claim(self) -> None:
-        """Reserve the engine for the calling thread.
-
-        Raises:
-            RuntimeError: another thread has unfinished requests, or this is a forked process.
-        """
+        """Reserve the engine for the calling thread. Raises RuntimeError if it belongs to another one."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the engine belongs to process {self._process}, and this is a fork of it. Create an engine "

@@ -77,9 +77,8 @@ def without_unserved(
 ) -> dict[str, Any]:
     """Return the supported settings, under their names here. Drops unknown ones that are a no-op.
 
-    Raises:
-        TypeError: a name is a typo of a supported one, is unknown and not a no-op, or is given twice.
-        ValueError: a name of `INSTEAD` has an unsupported value. The message names the alternative.
+    Raises TypeError for a typo, an unknown name with an effect, or a name given twice; and ValueError for an
+    unsupported value of a name in `INSTEAD`.
     """
     served, left = {*served, *renamed}, dict[str, Any]()
     if len(given.keys() - served) > MAX_UNSERVED:

@@ -197,10 +197,7 @@ class Formats(NamedTuple):
 
 
 def is_thinking(prompt: str) -> bool:
-    """Return whether the prompt ends with an open <think> tag, so that the answer begins with reasoning.
-
-    A thought that the answer continues may be given in place of the prompt.
-    """
+    """Return whether a prompt, or a thought that the answer continues, has an open <think> tag."""
     goes_on = prompt.startswith("<think>") and "</think>" not in prompt
     return goes_on or prompt.rstrip().endswith("<think>")
 
@@ -223,10 +220,7 @@ def chosen(setting: str, name: str, marks: dict[str, str], template: str) -> str
 
 
 def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto") -> Formats:
-    """Choose a model's formats by name, or by its tokenizer.
-
-    Raises ValueError if there is no format of that name, or the tokenizer's response template is malformed.
-    """
+    """Choose a model's formats by name, or by its tokenizer. ValueError: one is unknown or malformed."""
     template = json.dumps(getattr(tokenizer, "chat_template", None), ensure_ascii=False)
     own = getattr(tokenizer, "response_template", None) if (tools, reasoning) == ("auto", "auto") else None
     if own is not None:
@@ -469,10 +463,7 @@ class AnswerParser:
         return self.call_end.is_reached(text)
 
     def _next_tag(self, is_end: bool) -> tuple[Any, Any, int]:
-        """Return the next certain tag as (match, tag), and where the text before it ends.
-
-        While more text may arrive, text that may become a tag, or a longer tag, is held back.
-        """
+        """Return the next certain tag as (match, tag), and where the text before any possible tag ends."""
         size = end = len(self.buffer)
         certain = []
         for tag in self.tags[self.region]:

@@ -132,11 +132,7 @@ def read_calls(text: str) -> tuple[list[Any], str]:
 
 
 def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
-    """Rewrite JSON with other quotes, and possibly unquoted keys, as standard JSON.
-
-    >>> as_json("{a:<q>x</q>}", {"<q>": "</q>"}, True)
-    '{"a":"x"}'
-    """
+    """Rewrite JSON with other quotes, and possibly unquoted keys, as standard JSON."""
 
     def with_keys(text: str) -> str:
         if not bare_keys:

@@ -21,10 +21,7 @@ SPACED = {"whitespace_pattern": r" ?|\n {0,40}"}
 
 
 def required_calls(formats: Formats, tools: Tools, many: bool, answer: Any = None) -> str:
-    """Return the grammar of one call of these tools, or of one or more if `many` is set.
-
-    With `answer`, the JSON schema of an answer, it allows either calls or an answer.
-    """
+    """Return the grammar of one call of these tools, or several if `many`, or of JSON that fits `answer`."""
     kind = TOOL_FORMATS[formats.forced_tools]
     if answer is not None and not kind.begin:
         return f"start: {as_json(call_schema(tools, kind.arguments, answer), AS_TRAINED)}"
@@ -81,10 +78,7 @@ NO_THOUGHT = r" & ~/\s{0,9}<think>(.|\n)*/"  # a thought at the start is part of
 
 
 def strict_calls(formats: Formats, tools: Tools) -> str | None:
-    """Return the grammar of text with calls of these tools, whose arguments fit if the tool is strict.
-
-    None: no tool is strict, or there is no such grammar for the model's format.
-    """
+    """Return the grammar of text with calls of these tools, or None if none is strict or has a grammar."""
     rules_of = None if formats.template else STRICT.get(formats.tools or "")
     if rules_of is None or not any(tool["function"].get("strict") for tool in tools):
         return None

@@ -65,10 +65,7 @@ def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any)
 def with_known_roles(
     conversation: Sequence[dict[str, Any]], tokenizer: Any, chat_template: str | None
 ) -> list[dict[str, Any]]:
-    """Return the messages with developers as systems, unless the template names developers.
-
-    Raises ValueError if the template would leave out the messages of a role.
-    """
+    """Return the messages with developers as systems, unless the template names developers."""
     knows_developers = "developer" in str(chat_template or tokenizer.chat_template)
     for role in dict.fromkeys(str(message["role"]) for message in conversation):
         if role in ("system", "user", "assistant") or (role == "developer" and not knows_developers):

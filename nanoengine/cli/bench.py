@@ -32,11 +32,7 @@ CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_coun
 
 
 def percentiles(values: list[float]) -> list[float]:
-    """Return the 50th, 90th and 99th percentile, interpolated between neighbours.
-
-    >>> percentiles([40.0, 10.0, 30.0, 20.0])[0]
-    25.0
-    """
+    """Return the 50th, 90th and 99th percentile, interpolated between neighbours."""
     cuts = statistics.quantiles(values * 2 if len(values) == 1 else values, n=100, method="inclusive")
     return [cuts[49], cuts[89], cuts[98]]
 
@@ -63,10 +59,7 @@ def serve(llm: LLM, prompts: list[list[int]], output_lens: list[int]) -> tuple[f
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """Warm up, serve the workload several times with new prompts, and compare with the roofline.
-
-    All requests arrive at once. Latencies are the 50th, 90th and 99th percentile, in seconds.
-    """
+    """Serve the workload several times, all requests at once, and compare the times with the roofline."""
     workload, dtype = WORKLOADS[args.workload], llm.llm_engine.started.loaded.dtype
     vocab_size = llm.llm_engine.checkpoint.vocab_size
     prompt_lens, output_lens = workload.lengths()

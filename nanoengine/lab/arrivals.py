@@ -117,10 +117,7 @@ def agent_sessions(num: int, rate: float, length_factor: float = 1.0, seed: int 
 
 
 def read_arrivals(path: str) -> list[Arrival]:
-    """Read requests from a JSONL file, and sort them by time. ValueError: a line is not an `Arrival`.
-
-    Lines of Mooncake's traces have timestamp, in milliseconds, input_length, output_length and hash_ids.
-    """
+    """Read requests, or a trace of Mooncake's, from a JSONL file, and sort them by time."""
     arrivals = []
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):

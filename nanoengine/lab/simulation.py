@@ -93,11 +93,7 @@ class Simulation:
         return seq_id
 
     def step(self) -> Served:
-        """Schedule a step, and sample each sequence's last token again.
-
-        So the answer to a prompt that is all prefix continues the prefix, and the next turn of a conversation
-        hits both in the prefix cache.
-        """
+        """Schedule a step, and sample each last token again, so that the next turn hits the cache."""
         batch = self.scheduler.schedule()
         advanced = self.scheduler.update(batch, [seq.token_ids[-1] for seq in batch.sampled_seqs])
         return self.cost.seconds(*sizes_of(batch)), batch, advanced

@@ -80,10 +80,7 @@ def keep_top(values: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def select_top(logits: Tensor, num: int) -> Tensor:
-    """Return the indices of each row's num largest logits, in stable descending order: (R, num) int64.
-
-    They are in the num chunks with the largest logits: in any other chunk, num logits come before each.
-    """
+    """Return the indices of each row's num largest logits, in stable descending order: (R, num) int64."""
     chunks, size = in_chunks(logits)
     num = min(num, logits.shape[1])
     chosen = None

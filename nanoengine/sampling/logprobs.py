@@ -57,10 +57,7 @@ def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> T
 def report_samples(
     logits: Tensor, requested: Sequence[int | None], tokens: Tensor, transfer: Transfer, first: int = 0
 ) -> list[LogprobTable]:
-    """Queue log-probabilities of sampled tokens: as many as `requested` for each row, or None.
-
-    `first` is the index of the first of these rows in the step.
-    """
+    """Queue log-probabilities of rows from `first` on: as many as `requested` for each, or None."""
     by_number: dict[int, list[int]] = {}
     for i, num_logprobs in enumerate(requested):
         if num_logprobs is not None:
@@ -93,10 +90,7 @@ LOGPROB_ROWS = 256  # prompt rows to compute logits for at a time: each is as wi
 def report_prompts(
     chunks: Iterable[Any], hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], transfer: Transfer
 ) -> list[PromptReport]:
-    """Queue log-probabilities of the prompt tokens that a step predicts, for sequences that request them.
-
-    `hidden`, (T, E), are the hidden states of all chunks of the step, concatenated.
-    """
+    """Queue requested log-probabilities of the prompt tokens that a step's hidden states, (T, E), predict."""
     reports, row = [], 0
     for chunk in chunks:
         seq, start, end = chunk.seq, chunk.start, chunk.end

@@ -122,10 +122,7 @@ class CachedRows:
     def parts(
         self, batch: Any, inputs: ModelInputs[Tensor]
     ) -> Iterator[tuple[list[SamplingRow], RowSettings]]:
-        """Yield rows and their settings, MAX_ROWS rows at a time. They are valid until the next call.
-
-        `inputs` is the batch on the device, with pending tokens filled in.
-        """
+        """Yield at most MAX_ROWS rows at a time, and their settings. They are valid until the next call."""
         sampled = [chunk for chunk in batch.chunks if chunk.samples]
         starts = range(0, len(sampled), MAX_ROWS)
         if self._seqs != batch.sampled_seqs:  # sequences compare by identity
@@ -155,10 +152,7 @@ FILTERED_ROWS = 64  # rows filtered at a time on a GPU and for log-probabilities
 
 
 def scale_logits(logits: Tensor, divisors: Tensor) -> Tensor:
-    """Subtract each row's largest logit, then divide by the row's temperature, (R, 1), in float32.
-
-    Subtracting first keeps the division from overflowing, however small the temperature is.
-    """
+    """Subtract each row's largest logit, so that no division overflows, and divide by its temperature."""
     logits = logits.float()
     # In place: allocating costs more than the arithmetic.
     return (logits - logits.amax(-1, keepdim=True)).div_(divisors)

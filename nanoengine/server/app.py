@@ -18,10 +18,7 @@ from nanoengine.server.service import Service
 
 
 def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
-    """Return the service as an ASGI app.
-
-    Web pages from `allowed_origins` may call it from a browser. "*" allows any page.
-    """
+    """Return the service as an ASGI app, which web pages from `allowed_origins` ("*": any) may call."""
     app = FastAPI(title="nanoengine", openapi_url=None)  # FastAPI's docs pages load scripts from elsewhere
     app.state.service = service
     app.add_middleware(Gate, service=service)

@@ -90,10 +90,7 @@ def unavailable(message: str) -> APIError:
 
 @contextmanager
 def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
-    """Turn the engine's errors about a bad request into an APIError.
-
-    The engine's messages begin with the name of the field at fault. `param` is used for those that do not.
-    """
+    """Turn errors about a bad request into APIErrors. A message begins with its field, or is about `param`."""
     try:
         yield
     except (TypeError, ValueError, RecursionError) as error:
@@ -107,10 +104,7 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
 def sampling_fields(
     body: BaseModel, sampled: Set[str] = frozenset(), ignored: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return a request's fields that are in `sampled`. A null field counts as absent, as an ignored one does.
-
-    Raises APIError if another field is not supported, by the rule in unknown_arguments.py.
-    """
+    """Return a request's fields in `sampled` that are not null. APIError: another field is not supported."""
     extra, found = body.model_extra or {}, dict[str, Any]()
     served, ignored = sampled | type(body).model_fields.keys(), ignored + SAMPLING_IGNORES + REQUEST_IGNORES
     if len(extra) > MAX_UNSERVED:
@@ -180,8 +174,7 @@ class Conversation(BaseModel):
 def with_arguments_read(message: dict[str, Any], unread: list[str], is_wrapped: bool) -> dict[str, Any]:
     """Return a message as chat templates expect it: tool arguments as objects, and content as text.
 
-    Arguments that are not the JSON of an object stay text, which is added to `unread`. With is_wrapped they
-    become an object that holds the text.
+    Arguments that are no JSON object are added to `unread`, and stay text unless is_wrapped.
     """
     if not message.get("tool_calls"):
         return message
@@ -411,10 +404,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split a choice into pieces of a stream.
-
-    OpenAI's clients expect the finish reason in a piece of its own, after the last tool call.
-    """
+    """Split a choice: clients expect the finish reason in a piece of its own, after the last tool call."""
     if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", {}):
         return [choice]
     end = {"index": choice["index"], "delta": {}, "logprobs": None}

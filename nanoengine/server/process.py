@@ -40,11 +40,7 @@ CLOSE_SECONDS = 5  # how long clients have to read their last answer when the se
 
 
 class Server(uvicorn.Server):
-    """Shuts down gracefully: on a signal, accepts no more requests and waits for the running ones.
-
-    Requests that still run after `drain_seconds` are aborted. A second signal ends the wait at once.
-    `settings` are uvicorn's.
-    """
+    """Drains on a signal: finishes what runs, and aborts it after `drain_seconds` or on a second signal."""
 
     def __init__(
         self, service: Service, drain_seconds: float, allowed_origins: Sequence[str] = (), **settings: Any

@@ -35,10 +35,7 @@ class InputChat(ChatRequest):
 
 
 class ResponsesRequest(BaseModel):
-    """Describes the body of a request to /v1/responses. Null is the same as a missing field.
-
-    `model_extra` has the fields of SamplingParams.
-    """
+    """Describes the body of a request to /v1/responses. `model_extra` has the fields of SamplingParams."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
@@ -98,21 +95,13 @@ def of_type(kind: str, tools: list[Any] | None, default: str | None = None) -> l
 
 
 def chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert a function tool to the chat API's format.
-
-    >>> chat_tool({"type": "function", "name": "now", "parameters": None})
-    {'type': 'function', 'function': {'name': 'now'}}
-    """
+    """Convert a function tool to the chat API's format."""
     given = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": given}
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
-    """Convert an input to messages of the chat API.
-
-    >>> messages_of("Hi")
-    [{'role': 'user', 'content': 'Hi'}]
-    """
+    """Convert an input to messages of the chat API."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:

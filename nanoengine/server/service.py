@@ -56,10 +56,7 @@ KEEP_ALIVE_SECONDS = 10.0  # proxies and clients give up on a connection that is
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events, and closes the generator that makes them however the response ends.
-
-    While there is nothing to send, such as during a long prefill, it sends `waiting`, which clients ignore.
-    """
+    """Sends server-sent events, and `waiting` after a silence. Closes their generator however it ends."""
 
     media_type = "text/event-stream"
 
@@ -99,10 +96,7 @@ def event(content: Any) -> bytes:
 
 
 async def merged(streams: list[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Yield the outputs of several requests as they arrive, each with its request's index.
-
-    Closing the generator aborts the requests.
-    """
+    """Yield outputs of several requests, with the requests' indices. Closing the generator aborts them."""
     if len(streams) == 1:  # needs no task per output
         async with aclosing(streams[0]) as outputs:
             async for output in outputs:
@@ -193,10 +187,7 @@ class Service:
         return JSON({**head, "choices": answer, "usage": ticket.usage()})
 
     async def start(self, body: Body, request: Request) -> Choices:
-        """Check the whole request, and return the generator of its choices.
-
-        All checks run before the answer begins, so that a refusal can still set the HTTP status.
-        """
+        """Check the whole request, before an answer has a status, and return the generator of its choices."""
         ticket = request.state.ticket
         self.check_model(body.model)
         params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
@@ -210,10 +201,7 @@ class Service:
     async def in_thread(
         self, request: Request, call: Callable[[], T], pool: ThreadPoolExecutor | None = None
     ) -> T:
-        """Run a call that may take seconds on a long text, in a thread. Long requests run one at a time.
-
-        A call that waits for its turn is cancelled when its client disconnects.
-        """
+        """Run a call in a thread, long requests one at a time. It is cancelled if the client leaves."""
         is_long = len(await request.body()) > LONG_BODY_BYTES
         pool = self.long_checks if is_long else pool or self.checks
         return await asyncio.get_running_loop().run_in_executor(pool, call)
@@ -237,10 +225,7 @@ class Service:
         ticket.samples = num_samples
 
     def check(self, body: Body, params: SamplingParams) -> list[CheckedRequest]:
-        """Return the prompts as checked requests for the engine. Runs in a thread: a long text is slow.
-
-        `LLMEngine.check` reads only immutable state, so it is safe outside the engine's thread.
-        """
+        """Return the prompts as checked requests. Thread-safe: `LLMEngine.check` reads immutable state."""
         engine = self.engine.llm_engine
         with refusing(body, body.source):
             try:
@@ -254,10 +239,7 @@ class Service:
                 raise body.too_long(error, engine.max_model_len) from None
 
     async def choices(self, body: Body, checked: list[CheckedRequest], ticket: Ticket) -> Choices:
-        """Yield the engine's outputs as choices of the API, and count their tokens on the ticket.
-
-        Closing the generator aborts the requests that still run.
-        """
+        """Yield the outputs as choices, and count their tokens. Closing the generator aborts the requests."""
         generate, prompts = self.engine.generate, enumerate(checked)
         streams = [generate(one, one.params, f"{ticket.id}-{index}") for index, one in prompts]
         num_cached = [0] * len(checked)
@@ -406,9 +388,6 @@ def names_of(model: str) -> list[str]:
 
     That is the name of the file or directory, so that no client gets a path. Of a hub id it is the whole id,
     because clients look for the tokenizer under it.
-
-    >>> names_of("Qwen/Qwen3-0.6B")
-    ['Qwen/Qwen3-0.6B', 'Qwen3-0.6B']
     """
     path = Path(model)
     if path.exists():

@@ -49,7 +49,7 @@ def load(path: str | Path) -> list[Event]:
 def save(events: Iterable[Event], path: str | Path, model: Any = None, receipt: str = "") -> None:
     """Write a trace in the format of the name's ending: .jsonl, .html (a page), .json (Chrome trace events).
 
-    With a model, as `pack_model` returns it, the page runs the engine. It shows the receipt, if there is one.
+    The page of a `model`, as `pack_model` returns it, runs the engine.
     """
     path = Path(path)
     if path.suffix == ".html":
@@ -64,10 +64,7 @@ def save(events: Iterable[Event], path: str | Path, model: Any = None, receipt: 
 
 
 def page(events: Iterable[Event], lessons: str = "", model: Any = None, receipt: str = "") -> str:
-    """Return a trace as one self-contained HTML page, which works offline: see `save`.
-
-    `lessons` is the file ending of the lessons in the page's directory, to which it links; "": no links.
-    """
+    """Return a trace, or a model that runs, as one HTML page with links to lessons whose names end so."""
 
     def embed(value: Any) -> str:
         # In JSON, "<" occurs only in strings, where the escape means the same. No prompt can end the page.
