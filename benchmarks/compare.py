@@ -58,10 +58,8 @@ def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: 
     phases = [reply["phases"] for reply in replies if "phases" in reply]
     names = phases[0] if phases else ()
     row["phases_s"] = {p: round(statistics.median(each[p] for each in phases), 4) for p in names} or None
-    row["cuda_peak_bytes"] = max(
-        (r["cuda_peak_bytes"] for r in replies if "cuda_peak_bytes" in r), default=None
-    )
-    return row
+    peaks = [reply["cuda_peak_bytes"] for reply in replies if "cuda_peak_bytes" in reply]
+    return row | {"cuda_peak_bytes": max(peaks, default=None)}
 
 
 class Limits:

@@ -16,14 +16,7 @@ from typing import Any
 
 from benchmarks import llama_cpp, nano_vllm, openvino
 from benchmarks.ablation import TRICKS, WITHOUT, settings_of
-from benchmarks.runs import (
-    MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS,
-    TEMPERATURE,
-    Run,
-    measurements,
-    transformers_model,
-)
+from benchmarks.runs import LIMITS, TEMPERATURE, Run, measurements, transformers_model
 
 STATIC_BATCH = 64  # number of requests in one `generate` call
 # +a8: activations are rounded to 8 bits, +a16: they are not. Without a suffix, the default of the processor.
@@ -54,10 +47,8 @@ def load_stepped(settings: dict[str, Any]) -> Run:
     else:
         from nanoengine import LLM, RequestOutputKind, SamplingParams
 
-    own: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
-    if is_vllm:
-        own["skip_tokenizer_init"] = True
-    else:
+    own: dict[str, Any] = {**LIMITS, "skip_tokenizer_init": True}
+    if not is_vllm:
         own = {"device": settings["device"], **settings_of(settings["engine"])}
         kind = settings["engine"].partition("-")[2]
         weights, _, activations = kind.partition("+")
@@ -107,11 +98,7 @@ def load_transformers(settings: dict[str, Any]) -> Run:
             generated = model.generate(ids, attention_mask=mask, max_new_tokens=longest).shape[1] - width
             output_tokens += sum(min(output_lens[i], generated) for i in batch)
             steps += generated
-        return {
-            "seconds": time.perf_counter() - start,
-            "output_tokens": output_tokens,
-            "steps": steps,
-        }
+        return {"seconds": time.perf_counter() - start, "output_tokens": output_tokens, "steps": steps}
 
     return run
 

@@ -159,9 +159,8 @@ def num_right(llm: LLM, asked: list[tuple[str, str]]) -> int:
 
 def weight_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of the weights, counting shared ones once."""
-    return sum(
-        {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers()) if not x.is_mkldnn}.values()
-    )
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.is_mkldnn]
+    return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
 
 
 def quality(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:

@@ -142,9 +142,8 @@ def run_pieces(
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         with (directory / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(
-                command(name), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-            )
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+            process = subprocess.Popen(command(name), start_new_session=True, **pipes)
             try:
                 out, _ = process.communicate(timeout=limit)
                 found = json.loads(out.strip().splitlines()[-1])

@@ -127,10 +127,7 @@ def measure_attention(kernels: Kernels, dtype: torch.dtype, sizes: Any, repeats:
     spec = KVSpec(KV_HEADS, HEAD_DIM, HEAD_DIM, dtype)
     label = dtype_name(dtype)
     if kernels.int8_cache:
-        spec, label = (
-            spec._replace(k_head_dim=HEAD_DIM + 4, v_head_dim=HEAD_DIM + 4, dtype=torch.int8),
-            "int8",
-        )
+        spec, label = KVSpec(KV_HEADS, HEAD_DIM + 4, HEAD_DIM + 4, torch.int8), "int8"
     settings = Settings(HEAD_DIM**-0.5, None, None, None)
     for num_seqs, num_new, total in (*prompts, *decodes):
         blocks = total // BLOCK_SIZE

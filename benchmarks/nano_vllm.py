@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.runs import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, TEMPERATURE, Run, write_weights
+from benchmarks.runs import LIMITS, TEMPERATURE, Run, write_weights
 
 if TYPE_CHECKING:
     from nanoengine.checkpoints.checkpoint import Checkpoint
@@ -48,8 +48,7 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
 def load(settings: dict[str, Any]) -> Run:
     """Load the engine with the settings from `prepare`. nano-vllm silently ignores unknown settings."""
     module = importlib.import_module("nanoengine.nano" if settings["engine"] == "nano.py" else "nanovllm")
-    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
-    llm = module.LLM(settings["model"], max_model_len=settings["max_model_len"], **limits)
+    llm = module.LLM(settings["model"], max_model_len=settings["max_model_len"], **LIMITS)
 
     def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
         params = [module.SamplingParams(TEMPERATURE, max_tokens=n, ignore_eos=True) for n in output_lens]

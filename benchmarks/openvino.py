@@ -11,15 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.runs import (
-    KV_CACHE_BYTES,
-    MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS,
-    TEMPERATURE,
-    Run,
-    measurements,
-    write_weights,
-)
+from benchmarks.runs import KV_CACHE_BYTES, LIMITS, TEMPERATURE, Run, measurements, write_weights
 
 if TYPE_CHECKING:
     from nanoengine.checkpoints.checkpoint import Checkpoint
@@ -54,7 +46,8 @@ def load(settings: dict[str, Any]) -> Run:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
     scheduler.cache_size = KV_CACHE_BYTES >> 30
-    scheduler.max_num_seqs, scheduler.max_num_batched_tokens = MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS
+    for name, limit in LIMITS.items():
+        setattr(scheduler, name, limit)
     properties = {"INFERENCE_NUM_THREADS": settings["threads"]}
     # With this limit OpenVINO still chooses by the processor, and then fails.
     if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2":
@@ -66,13 +59,8 @@ def load(settings: dict[str, Any]) -> Run:
         start = time.perf_counter()
         handles = []
         for i, (prompt, num_tokens) in enumerate(zip(prompts, output_lens, strict=True)):
-            config = openvino_genai.GenerationConfig(
-                max_new_tokens=num_tokens,
-                ignore_eos=True,
-                eos_token_id=0,
-                do_sample=True,
-                temperature=TEMPERATURE,
-            )
+            common = {"ignore_eos": True, "eos_token_id": 0, "do_sample": True, "temperature": TEMPERATURE}
+            config = openvino_genai.GenerationConfig(max_new_tokens=num_tokens, **common)
             handles.append(pipeline.add_request(i, openvino.Tensor(numpy.array([prompt])), config))
         while pipeline.has_non_finished_requests():
             pipeline.step()

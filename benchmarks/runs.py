@@ -14,7 +14,8 @@ from typing import Any
 # Serves prompts with these output lengths, all at once, and returns the measurements as JSON.
 Run = Callable[[list[list[int]], list[int]], dict[str, Any]]
 
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, TEMPERATURE = 256, 8192, 0.6
+MAX_NUM_SEQS, TEMPERATURE = 256, 0.6
+LIMITS = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
 KV_CACHE_BYTES = 4 << 30  # on a CPU, where it is also nanoengine's default
 CORES = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 

@@ -116,9 +116,8 @@ def load(opened: Opened, ranks: "Ranks | None", is_draft: bool) -> tuple["Decode
     written = config.quantization if config.quantization in FILE_FORMATS else None
     if config.quantization is not None and checkpoint.quant_method != written:
         found = checkpoint.quant_method or "unquantized"
-        raise ValueError(
-            f"quantization={config.quantization!r} does not match the checkpoint, whose weights are {found}"
-        )
+        asked = f"quantization={config.quantization!r}"
+        raise ValueError(f"{asked} does not match the checkpoint, whose weights are {found}")
     with uninterrupted():  # a backend that fails in any way when it is tried is not used
         device = open_device(config) if ranks is None else ranks.wrap(open_device(config))
     pack = device.pack and uninterrupted()(device.pack)
@@ -211,10 +210,8 @@ def make_core(started: Started, draft_model: "DraftModel | None") -> EngineCore:
     config, runner, loaded = started.opened.config, started.runner, started.loaded
     speculation = config.speculation
     if loaded.state_bytes:
-        for name, reason in (
-            ("speculative_config", "a rejected draft token cannot be removed from a state"),
-            ("kv_store", "it stores only K and V"),
-        ):
+        reasons = {"speculative_config": "a rejected draft token cannot be removed from a state"}
+        for name, reason in (reasons | {"kv_store": "it stores only K and V"}).items():
             if getattr(config, name) is not None:
                 raise ValueError(f"{name} does not support models with recurrent states: {reason}")
     blocks = make_blocks(started, draft_model)

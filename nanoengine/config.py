@@ -157,10 +157,8 @@ class EngineConfig:
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         if self.speculation is not None and self.async_scheduling:
-            raise ValueError(
-                "speculative_config needs async_scheduling=False: draft tokens depend on the tokens of the "
-                "previous step"
-            )
+            reason = "draft tokens depend on the tokens of the previous step"
+            raise ValueError(f"speculative_config needs async_scheduling=False: {reason}")
         if self.logits_processors is not None and not isinstance(self.logits_processors, list | tuple):
             raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
@@ -184,10 +182,8 @@ class EngineConfig:
         store = self.kv_store
         is_store = all(callable(getattr(store, name, None)) for name in ("get", "put", "touch", "delete"))
         if not is_store and not (isinstance(store, (str, Path)) and str(store)):
-            raise TypeError(
-                "kv_store must be a directory, a redis:// address, or have the methods get, put, touch and "
-                f"delete, got {store!r}"
-            )
+            others = "a redis:// address, or have the methods get, put, touch and delete"
+            raise TypeError(f"kv_store must be a directory, {others}, got {store!r}")
         if not self.enable_prefix_caching:
             raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
         if self.trace is not None:
@@ -201,9 +197,8 @@ class EngineConfig:
         target: Any = parser
         add_flags(target, cls)
         target.set_defaults(**{name: row[1] if row[1:] else None for name, row in INSTEAD.items()})
-        target.set_defaults(
-            **{item.name: item.default for item in fields(cls) if item.default is not MISSING}
-        )
+        defaults = {item.name: item.default for item in fields(cls)}
+        target.set_defaults(**{name: value for name, value in defaults.items() if value is not MISSING})
         return parser
 
     @classmethod

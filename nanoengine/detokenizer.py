@@ -13,6 +13,7 @@ from nanoengine.outputs import Logprob
 from nanoengine.sampling_params import SamplingParams
 
 MAX_PENDING = 32  # limit on consecutive tokens that complete no text
+ContentOf = Callable[[str], str]
 
 
 class TokenTexts(dict[int, str]):
@@ -54,7 +55,7 @@ class Detokenizer:
         prompt_token_ids: list[int],
         params: SamplingParams,
         texts: TokenTexts | None = None,  # shared between samples
-        content_of: Callable[[str], str] | None = None,
+        content_of: ContentOf | None = None,
     ) -> None:
         self.tokenizer, self.content_of, self.params = tokenizer, content_of, params
         self.texts = TokenTexts(tokenizer, params.skip_special_tokens) if texts is None else texts
@@ -101,12 +102,9 @@ class Detokenizer:
         old = len(self.held_back)
         text = self.held_back + new
         # A match must end in the new text: an earlier one was already found, or was ignored.
-        found = [
-            (at, stop)
-            for stop in self.params.stop_strings
-            if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0
-        ]
-        min_tokens = self.params.min_tokens
+        stops, min_tokens = self.params.stop_strings, self.params.min_tokens
+        found = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in stops]
+        found = [pair for pair in found if pair[0] >= 0]
         if found and (self.num_tokens > min_tokens or min_tokens == 0):
             at, stop = min(found, key=lambda pair: pair[0])
             self.held_back = text[: at + len(stop) if self.params.include_stop_str_in_output else at]
@@ -262,10 +260,7 @@ class Vocabulary:
         return b""
 
     def detokenizer(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        content_of: Callable[[str], str] | None = None,
+        self, prompt_token_ids: list[int], params: SamplingParams, content_of: ContentOf | None = None
     ) -> Detokenizer | None:
         """Return a detokenizer for a sample, or None without a tokenizer or with detokenize=False."""
         if self.tokenizer is None or not params.detokenize:

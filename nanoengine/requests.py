@@ -143,9 +143,8 @@ class RequestChecker:
         eos = () if params.ignore_eos else self.checkpoint.eos_token_ids
         stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
         if params.structured_outputs is not None and not stop_ids:
-            raise ValueError(
-                "structured_outputs needs a token that ends the output: drop ignore_eos or set stop_token_ids"
-            )
+            hint = "drop ignore_eos or set stop_token_ids"
+            raise ValueError(f"structured_outputs needs a token that ends the output: {hint}")
         encode = None if tokenizer is None else self.encoder_for(params)
         text, token_ids = read_prompt(prompt, encode, vocab_size)
         if (limit := params.truncate_prompt_tokens) == -1:
@@ -402,12 +401,9 @@ class Request:
         first = next(iter(self.samples.values())).seq
         num_cached_tokens = first.num_cached_tokens or 0
         if metrics.num_preemptions != num_preemptions or metrics.first_scheduled_time is None:
-            self.metrics = metrics = replace(
-                metrics,
-                first_scheduled_time=first.first_scheduled_time,
-                num_cached_tokens=num_cached_tokens,
-                num_preemptions=num_preemptions,
-            )
+            counts = {"num_cached_tokens": num_cached_tokens, "num_preemptions": num_preemptions}
+            metrics = replace(metrics, first_scheduled_time=first.first_scheduled_time, **counts)
+            self.metrics = metrics
         shows_prompt = params.prompt_logprobs is not None and not (delta and self.has_shown_prompt)
         self.has_shown_prompt = True
         return RequestOutput(

@@ -92,10 +92,8 @@ def num_arguments(processor: Any) -> int:
         with suppress(TypeError, ValueError):  # ValueError: a built-in without a signature
             inspect.signature(processor).bind(*[None] * num)
             return num
-    raise TypeError(
-        "logits_processors must take the output's token ids and the logits, or the prompt's token ids before "
-        f"these, got {processor!r}"
-    )
+    wanted = "the output's token ids and the logits, or the prompt's token ids before these"
+    raise TypeError(f"logits_processors must take {wanted}, got {processor!r}")
 
 
 class RequestOutputKind(Enum):

@@ -19,10 +19,8 @@ class Owner:
     def claim(self) -> None:
         """Reserve the engine for the calling thread. Raises RuntimeError if it belongs to another one."""
         if os.getpid() != self._process:
-            raise RuntimeError(
-                f"the engine belongs to process {self._process}, and this is a fork of it. Create an engine "
-                'here, or start processes with the "spawn" method'
-            )
+            reason = f"the engine belongs to process {self._process}, and this is a fork of it."
+            raise RuntimeError(f'{reason} Create an engine here, or start processes with "spawn"')
         caller = threading.current_thread()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():

@@ -248,6 +248,11 @@ class Part(NamedTuple):
     text: str = ""  # how the model wrote the call; "" for further calls of the same text
 
 
+def joined(parts: list[Part], kind: str) -> str:
+    """Return the text of the parts of one kind."""
+    return "".join(part.value for part in parts if part.kind == kind)
+
+
 MANY = 1 << 30  # no limit on the calls in an answer
 LOOK_BACK = 64  # how many characters before the position a pattern may look at
 
@@ -310,10 +315,8 @@ class AnswerParser:
         self.region = spec.implicit  # the open field's name; None: text is dropped
 
         def tags(name: str, kind: str, region: str | None) -> list[Tag]:
-            pattern, literals, can_extend = (
-                getattr(spec.fields[name], f"{kind}_{what}")
-                for what in ("re", "literals", "literal_can_extend")
-            )
+            names = "re", "literals", "literal_can_extend"
+            pattern, literals, can_extend = (getattr(spec.fields[name], f"{kind}_{one}") for one in names)
             return [Tag(pattern, literals is None or can_extend, region)] if pattern is not None else []
 
         names = sorted(spec.fields)
@@ -357,11 +360,8 @@ class AnswerParser:
         parts = self.feed(completion.text)
         if completion.finish_reason is not None:
             parts += self.finish()
-        content, reasoning = (
-            "".join(part.value for part in parts if part.kind == kind) for kind in ("content", "reasoning")
-        )
-        content = self._before_stop(content, completion)
-        calls = []
+        content = self._before_stop(joined(parts, "content"), completion)
+        reasoning, calls = joined(parts, "reasoning"), []
         for part in parts:
             if part.kind == "tool_calls" and self.num_calls < self.max_calls:
                 place = {"index": self.num_calls} if is_stream else {}
@@ -375,7 +375,7 @@ class AnswerParser:
 
     def content_of(self, text: str) -> str:
         """Add text to the answer, and return the content that this completes."""
-        return "".join(part.value for part in self.feed(text) if part.kind == "content")
+        return joined(self.feed(text), "content")
 
     def _before_stop(self, content: str, completion: CompletionOutput) -> str:
         """Return content without what follows a stop string. Holds back what may begin one."""

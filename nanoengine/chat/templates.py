@@ -35,9 +35,7 @@ def render_chats(
     for conversation in conversations:
         for message in conversation:
             if not isinstance(message, dict) or "role" not in message:
-                raise ValueError(
-                    f'each of messages must be a dict with "role" and "content", got {message!r}'
-                )
+                raise ValueError(f"each of messages must have a role and a content, got {message!r}")
         template = template_settings.get("chat_template")
         conversation = with_known_roles(conversation, tokenizer, template)
         has_parts = any(isinstance(message.get("content"), list) for message in conversation)

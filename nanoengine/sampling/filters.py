@@ -100,9 +100,8 @@ def _stable_top(logits: Tensor, num: int) -> Tensor:
     bits of a key are those of the float32, mapped so that they sort as integers. The lower 32 bits contain
     the index, inverted so that a lower index gives a larger key.
     """
-    bits = (logits.float() + 0.0).view(
-        torch.int32
-    )  # turns -0.0 into 0.0, because the bits of -0.0 sort lower
+    # The addition turns -0.0 into 0.0, because the bits of -0.0 sort lower.
+    bits = (logits.float() + 0.0).view(torch.int32)
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys.bitwise_left_shift_(32)  # in place: it may be a large tensor
     keys.add_(0x7FFFFFFF - torch.arange(logits.shape[1], device=logits.device))

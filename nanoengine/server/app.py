@@ -23,9 +23,8 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
     app.state.service = service
     app.add_middleware(Gate, service=service)
     if allowed_origins:  # outside the gate, because a browser's preflight request has no key
-        app.add_middleware(
-            CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
+        any_of: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, **any_of)
     routes: list[tuple[str, str, Callable[..., Any]]] = [
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),

@@ -90,7 +90,7 @@ def unavailable(message: str) -> APIError:
 
 @contextmanager
 def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
-    """Turn errors about a bad request into APIErrors. A message begins with its field, or is about `param`."""
+    """Turn errors about a bad request into APIErrors. They begin with their field, or are about `param`."""
     try:
         yield
     except (TypeError, ValueError, RecursionError) as error:
@@ -273,10 +273,8 @@ class GenerationRequest(BaseModel):
         named = asked.get("json_schema")
         schema = named.get("schema", named.get("json_schema")) if isinstance(named, dict) else None
         if kind != "json_schema" or not isinstance(schema, dict):
-            raise ValueError(
-                "response_format must be of type text, json_object, structural_tag, or json_schema with a "
-                f"schema, got {kind!r:.80}"
-            )
+            kinds = "text, json_object, structural_tag, or json_schema with a schema"
+            raise ValueError(f"response_format must be of type {kinds}, got {kind!r:.80}")
         return {"json": schema}
 
     def too_long(self, error: PromptTooLongError, max_model_len: int) -> APIError:
@@ -298,10 +296,8 @@ class GenerationRequest(BaseModel):
 
     def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
         """Return the fields of a choice that both APIs have. The prompt's ids are in the first piece only."""
-        choice: dict[str, Any] = {
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
+        reason, stop_reason = completion.finish_reason, completion.stop_reason
+        choice: dict[str, Any] = {"finish_reason": reason, "stop_reason": stop_reason}
         if self.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
@@ -385,12 +381,8 @@ class CompletionRequest(GenerationRequest):
                 "top_logprobs": [entry and self.top_logprobs(entry, tokens) for _, entry in reported],
                 "text_offset": offsets,
             }
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            **self.common(completion, output, is_first),
-        }
+        choice = {"index": index, "text": text, "logprobs": logprobs}
+        return choice | self.common(completion, output, is_first)
 
     def num_reasoning_tokens(self, index: int, tokens: TokenNames) -> int:
         """Return 0: a completion has no reasoning."""

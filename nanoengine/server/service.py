@@ -76,9 +76,8 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.body", "body": self.waiting, "more_body": True})
 
         async with aclosing(self.events):
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
+            start = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **start})
             waiting = asyncio.ensure_future(keep_alive())
             try:
                 async for content in self.events:
@@ -395,12 +394,8 @@ def names_of(model: str) -> list[str]:
     return [model, path.name]
 
 
-FAMILIES: dict[type[Metric], Any] = {
-    Counter: CounterMetricFamily,
-    Gauge: GaugeMetricFamily,
-    Histogram: HistogramMetricFamily,
-    Vector: CounterMetricFamily,
-}
+FAMILIES: dict[type[Metric], Any] = {Counter: CounterMetricFamily, Vector: CounterMetricFamily}
+FAMILIES |= {Gauge: GaugeMetricFamily, Histogram: HistogramMetricFamily}
 
 
 def families(metrics: list[Metric], model_name: str) -> Iterator[Any]:

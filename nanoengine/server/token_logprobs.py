@@ -58,9 +58,8 @@ class TokenNames(TokenBytes):
 
     def _offsets_of(self, encoding: Any) -> list[int]:
         found, end = [], 0
-        for token_id, owner, (start, stop) in zip(
-            encoding.ids, encoding.sequence_ids, encoding.offsets, strict=True
-        ):
+        parts = zip(encoding.ids, encoding.sequence_ids, encoding.offsets, strict=True)
+        for token_id, owner, (start, stop) in parts:
             if owner is None:  # added by the tokenizer
                 start = stop = end
             piece = self[token_id]
