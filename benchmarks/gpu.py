@@ -51,8 +51,8 @@ BATCHES = {  # (new tokens, all tokens) of each sequence
 }
 
 
-def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any, repeats: int = 5) -> float:
-    """Return the milliseconds of one layer's attention, the least of `repeats` runs."""
+def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any) -> float:
+    """Return the milliseconds of one layer's attention, the least of five runs."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -86,7 +86,7 @@ def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any, repeats
             _ = [run() for _ in range(CALLS)]
         run = graph.replay
     timer = Timer("run()", globals={"run": run})  # it warms up, and waits for the GPU
-    return 1e3 * min(timer.timeit(1).mean for _ in range(repeats)) / num_calls
+    return 1e3 * min(timer.timeit(1).mean for _ in range(5)) / num_calls
 
 
 def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = BATCHES) -> dict[str, Any]:

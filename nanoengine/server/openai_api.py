@@ -290,9 +290,9 @@ class GenerationRequest(BaseModel):
             return APIError(400, str(reason), param=self._structured_field if found[2] else found[1])
         return APIError(500, f"the model could not compute this request: {reason}")
 
-    def token_name(self, token_id: int, tokens: TokenNames) -> str:
+    def token_name(self, token_id: int, text: str) -> str:
         """Return the name of a token in reported log-probabilities."""
-        return f"token_id:{token_id}" if self.return_tokens_as_token_ids else tokens.name(token_id)
+        return f"token_id:{token_id}" if self.return_tokens_as_token_ids else text
 
     def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
         """Return the fields of a choice that both APIs have. The prompt's ids are in the first piece only."""
@@ -376,7 +376,7 @@ class CompletionRequest(GenerationRequest):
             offsets += tokens.offsets((one for one, _ in reported[len(offsets) :]), start, skips)
             self.sent[index] = offsets.pop()
             logprobs = {
-                "tokens": [self.token_name(token_id, tokens) for token_id, _ in reported],
+                "tokens": [self.token_name(one, tokens.name(one)) for one, _ in reported],
                 "token_logprobs": [entry and clamped(entry[token]).logprob for token, entry in reported],
                 "top_logprobs": [entry and self.top_logprobs(entry, tokens) for _, entry in reported],
                 "text_offset": offsets,
@@ -502,9 +502,8 @@ class ChatRequest(Conversation, GenerationRequest):
 
     def _token(self, token_id: int, logprob: Logprob, tokens: TokenNames) -> dict[str, Any]:
         text = logprob.decoded_token  # none of a character that the next token completes
-        text = tokens[token_id].decode(errors="replace") if text is None else text
-        name = f"token_id:{token_id}" if self.return_tokens_as_token_ids else text
-        return {"token": name, "logprob": logprob.logprob, "bytes": list(tokens[token_id])}
+        text = self.token_name(token_id, tokens[token_id].decode(errors="replace") if text is None else text)
+        return {"token": text, "logprob": logprob.logprob, "bytes": list(tokens[token_id])}
 
 
 class TokenizeRequest(Conversation):

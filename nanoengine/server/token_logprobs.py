@@ -26,10 +26,6 @@ class TokenNames(TokenBytes):
             named[f"token_id:{token_id}" if name in named else name] = one.logprob
         return named
 
-    def is_shown(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Return whether the token is part of an output's text."""
-        return not (skip_special_tokens and token_id in self.added and self.added[token_id].special)
-
     def offsets(self, token_ids: Iterable[int], start: int, skip_special_tokens: bool) -> list[int]:
         """Return where output tokens begin in the text, whose next character has the index `start`.
 
@@ -37,7 +33,8 @@ class TokenNames(TokenBytes):
         """
         found = []
         for token_id in token_ids:
-            piece = self[token_id] if self.is_shown(token_id, skip_special_tokens) else b""
+            is_hidden = skip_special_tokens and token_id in self.added and self.added[token_id].special
+            piece = b"" if is_hidden else self[token_id]
             found.append(start - (num_begun(piece[:1]) < len(piece[:1])))
             start += num_begun(piece)
         return [*found, start]
