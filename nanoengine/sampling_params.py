@@ -96,6 +96,15 @@ def num_arguments(processor: Any) -> int:
     raise TypeError(f"logits_processors must take {wanted}, got {processor!r}")
 
 
+def check_processors(given: Any) -> list[Callable[..., Any]]:
+    """Return logits_processors as a list. Raises TypeError if they are not functions."""
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"logits_processors must be a list, got {given!r}")
+    for one in given:
+        num_arguments(one)
+    return list(given)
+
+
 class RequestOutputKind(Enum):
     """Selects what a request's outputs hold: everything so far, only what is new, or the final result."""
 
@@ -234,12 +243,8 @@ class SamplingParams:
             checked["structured_outputs"] = replace(given)
         elif given is not None:
             raise TypeError(f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}")
-        if (functions := self.logits_processors) is not None:
-            if not isinstance(functions, list | tuple):
-                raise TypeError(f"logits_processors must be a list, got {functions!r}")
-            checked["logits_processors"] = list(functions)
-            for one in functions:
-                num_arguments(one)
+        if self.logits_processors is not None:
+            checked["logits_processors"] = check_processors(self.logits_processors)
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         checked["stop_strings"] = tuple(check_strings("stop", stop))
         if stop is self.stop:
