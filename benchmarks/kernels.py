@@ -81,6 +81,7 @@ def measure_peaks(repeats: int, rounds: int = 200_000, num_bytes: int = MANY_BYT
             run = partial(function, *map(ctypes.c_int64, given))
             found[name] = run() / least(run, repeats)
     found["memory"] = found.pop("read_memory")
+    # A type without instructions of its own has the peak of float32.
     return {name: rate or found["float32"] for name, rate in found.items()}
 
 

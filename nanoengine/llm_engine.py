@@ -323,8 +323,7 @@ class LLMEngine:
     def describe(self) -> str:
         """Describe the engine to the user: model code, attention backend, device, weights and cache."""
         config, started, runner = self.config, self.started, self.runner
-        loaded = started.loaded
-        attention = runner.attention
+        loaded, attention = started.loaded, runner.attention
         blocks: Any = self.scheduler.block_manager
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
         part = " (only its language model: no images)" if self.checkpoint.is_part else ""
@@ -350,11 +349,9 @@ class LLMEngine:
             drafts if config.num_speculative_tokens else "",
             "" if config.kv_store is None else f"KV store {blocks.connector.store}",
         ]
-        return (
-            f"{self.checkpoint.architecture}{part} on {runner.model.code} code, "
-            f"{attention.backend.name} attention{notes}{runner.forward.remark}, "
-            + ", ".join(filter(None, remarks))
-        )
+        code = f"{self.checkpoint.architecture}{part} on {runner.model.code} code"
+        kernels = f"{attention.backend.name} attention{notes}{runner.forward.remark}"
+        return ", ".join(filter(None, [code, kernels, *remarks]))
 
     @uninterrupted()
     def close(self) -> None:

@@ -21,7 +21,7 @@ SPACED = {"whitespace_pattern": r" ?|\n {0,40}"}
 
 
 def required_calls(formats: Formats, tools: Tools, many: bool, answer: Any = None) -> str:
-    """Return the grammar of one call of these tools, or several if `many`, or of JSON that fits `answer`."""
+    """Return the grammar of one call of these tools, of several if `many`, or of JSON that fits `answer`."""
     kind = TOOL_FORMATS[formats.forced_tools]
     if answer is not None and not kind.begin:
         return f"start: {as_json(call_schema(tools, kind.arguments, answer), AS_TRAINED)}"

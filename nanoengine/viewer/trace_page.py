@@ -64,7 +64,10 @@ def save(events: Iterable[Event], path: str | Path, model: Any = None, receipt: 
 
 
 def page(events: Iterable[Event], lessons: str = "", model: Any = None, receipt: str = "") -> str:
-    """Return a trace, or a model that runs, as one HTML page with links to lessons whose names end so."""
+    """Return a trace as one HTML page, which works offline. With a model, the page runs the engine.
+
+    `lessons` is the file ending of the lessons that the page links to; "": no links.
+    """
 
     def embed(value: Any) -> str:
         # In JSON, "<" occurs only in strings, where the escape means the same. No prompt can end the page.
