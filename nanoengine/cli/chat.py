@@ -5,12 +5,10 @@ nanoengine chat Qwen/Qwen3-0.6B
 
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
-from nanoengine import LLM, CompletionOutput, SamplingParams
+from nanoengine import LLM, SamplingParams
 from nanoengine.chat.answer_parser import AnswerParser, choose_formats
 from nanoengine.cli.terminal import cut_mark, in_a_terminal, make_parser
 from nanoengine.config import EngineConfig
@@ -45,7 +43,9 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None, verbos
     """Hold a conversation in the terminal, and print the answers as they stream."""
     beginning = [{"role": "system", "content": system}] if system else []
     messages = beginning.copy()
-    parse, params = thought_parser(llm, params)
+    formats = choose_formats(llm.get_tokenizer())._replace(tools=None)  # thoughts are printed dimmed
+    if formats.keeps_special_tokens:
+        params = replace(params, skip_special_tokens=False)
     while True:
         print()
         try:
@@ -59,11 +59,11 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None, verbos
         answer, thoughts, num_tokens, start = "", "", 0, time.perf_counter()
         try:
             prompts = llm.render_chat(messages)
-            message = parse(prompts[0]["prompt"])
+            parser = AnswerParser(formats, prompts[0]["prompt"], [])
             for output in llm.stream(prompts, params):
                 for completion in output.outputs:
                     num_tokens += len(completion.token_ids)
-                    piece = message(completion)
+                    piece = parser.message(completion, is_stream=True)
                     if thought := piece.get("reasoning", ""):
                         print(dimmed(thought), end="", flush=True)
                     if thoughts and not answer and piece["content"]:
@@ -86,21 +86,3 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None, verbos
 def dimmed(text: str) -> str:
     """Return the text as a terminal shows it in a fainter color, or unchanged if stdout is no terminal."""
     return f"\033[2m{text}\033[22m" if sys.stdout.isatty() else text
-
-
-# A function of a prompt, which returns a function that splits pieces of the answer into content and reasoning
-Parse = Callable[[str], Callable[[CompletionOutput], dict[str, str]]]
-
-
-def thought_parser(llm: LLM, params: SamplingParams) -> tuple[Parse, SamplingParams]:
-    """Return a function that separates thoughts from answers, and parameters that keep the tags it needs."""
-    formats = choose_formats(llm.get_tokenizer())._replace(tools=None)
-    if formats.reasoning or formats.template:
-        if formats.keeps_special_tokens:
-            params = replace(params, skip_special_tokens=False)
-
-        def parse(prompt: str) -> Callable[[CompletionOutput], dict[str, str]]:
-            return partial(AnswerParser(formats, prompt, []).message, is_stream=True)
-
-        return parse, params
-    return lambda prompt: lambda completion: {"content": completion.text}, params
