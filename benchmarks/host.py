@@ -165,7 +165,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # The CPU also edits the logits, which a GPU would do.
 KINDS["FINAL_ONLY, repetition_penalty"] = {**KINDS["FINAL_ONLY"], "repetition_penalty": 1.1}
-PHASES = ("schedule", "inputs", "forward", "sample", "update")
 
 
 def whole_steps(kind: str, num_seqs: int, repeats: int) -> dict[str, float]:
@@ -181,7 +180,7 @@ def whole_steps(kind: str, num_seqs: int, repeats: int) -> dict[str, float]:
                 engine.step()
             times.append((time.perf_counter() - start) / num_steps * 1e3)
         count = num_steps * len(times)
-        phases = {phase: (seconds[phase] - before[phase]) / count * 1e3 for phase in PHASES}
+        phases = {phase: (seconds[phase] - before[phase]) / count * 1e3 for phase in before}
     return spread(times) | phases
 
 

@@ -22,6 +22,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     given: Sequence[str] = ()  # the command line, for `error`
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(*arguments, **{"formatter_class": layout, **settings})
+
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parse like argparse. Unknown flags whose value is a no-op are ignored."""
         self.given = given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]

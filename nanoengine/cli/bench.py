@@ -104,9 +104,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments, load the model and measure it."""
-    parser = FlexibleArgumentParser(
-        "nanoengine bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlexibleArgumentParser("nanoengine bench", description=__doc__)
     default = "nano" if torch.cuda.is_available() else "small"
     parser.add_argument("--workload", choices=WORKLOADS, default=default)
     parser.add_argument("--model", help="directory or hub id; default: the workload's, with random weights")

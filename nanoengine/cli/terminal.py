@@ -18,7 +18,6 @@ def make_parser(command: str, about: str, max_tokens: int) -> FlexibleArgumentPa
         command,
         "%(prog)s [MODEL] [--FLAG VALUE ...]",
         about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",  # `run` has a --trace of its own
         allow_abbrev=False,
     )

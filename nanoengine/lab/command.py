@@ -107,9 +107,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the options before anything runs."""
-    parser = FlexibleArgumentParser(
-        "nanoengine lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlexibleArgumentParser("nanoengine lab", description=__doc__)
     one = parser.add_argument_group("the scheduler: one value each, or several with commas between")
     for name, (parse, default, meaning, _) in SETTINGS.items():
         # Equal values are simulated once.
