@@ -35,7 +35,8 @@ from benchmarks.bits import main as print_bits
 from benchmarks.engines import ENGINES
 from benchmarks.load import bench_load
 from benchmarks.runs import CORES
-from nanoengine.cli.workloads import SHAPES, WORKLOADS, parse_custom
+from benchmarks.shapes import SHAPES, parse_custom
+from nanoengine.cli.workloads import WORKLOADS
 
 
 def command_line() -> str:

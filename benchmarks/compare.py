@@ -15,9 +15,10 @@ from benchmarks import llama_cpp, nano_vllm, openvino
 from benchmarks.ablation import WITHOUT
 from benchmarks.machine import machine
 from benchmarks.models import write_shape
+from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker, start_worker
 from nanoengine.cli.bench import percentiles
-from nanoengine.cli.workloads import SHAPES, Workload
+from nanoengine.cli.workloads import Workload
 from nanoengine.extensions.roofline import roofline_seconds
 
 LATENCIES = ("ttft", "tpot", "itl")

@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.host import start_decodes
 from benchmarks.models import write_shape
+from benchmarks.shapes import SHAPES
 from examples import train_demo
 from nanoengine import LLM, SamplingParams
-from nanoengine.cli.workloads import SHAPES
 
 GiB = 1 << 30
 

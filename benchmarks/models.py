@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nanoengine.cli.workloads import SHAPES
+from benchmarks.shapes import SHAPES
 
 
 def write_shape(shape: str, directory: str | Path, **changes: Any) -> None:

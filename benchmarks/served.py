@@ -29,9 +29,9 @@ from benchmarks.machine import machine
 from benchmarks.models import write_shape, write_tokenizer
 from benchmarks.report import hardware
 from benchmarks.runs import CORES
+from benchmarks.shapes import SHAPES
 from benchmarks.workers import environment
 from nanoengine.cli.terminal import table
-from nanoengine.cli.workloads import SHAPES
 
 START_SECONDS = 300
 INSTALL = "python -m venv guidellm && guidellm/bin/pip install guidellm, and --guidellm guidellm/bin/python"

@@ -22,8 +22,9 @@ from benchmarks.engines import load_stepped
 from benchmarks.machine import machine
 from benchmarks.report import hardware
 from benchmarks.runs import measurements
+from benchmarks.shapes import SHAPES, parse_custom
 from nanoengine import LLM, SamplingParams
-from nanoengine.cli.workloads import SHAPES, WORKLOADS, Workload, parse_custom
+from nanoengine.cli.workloads import WORKLOADS, Workload
 from nanoengine.extensions.roofline import measure_limits, roofline_seconds
 from tests.helpers import DEMO, open_checkpoint
 
