@@ -59,12 +59,7 @@ def check_token_ids(name: str, value: Any) -> list[int]:
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """Return the strings of a Literal, alone or in a union.
-
-    >>> from typing import Literal
-    >>> choices(Literal["int8", "int4"] | None)
-    ('int8', 'int4')
-    """
+    """Return the strings of a Literal, alone or in a union."""
     kinds = [one for kind in get_args(hint) for one in get_args(kind) or (kind,)]
     return tuple(one for one in kinds if isinstance(one, str))
 

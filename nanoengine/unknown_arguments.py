@@ -56,11 +56,7 @@ REQUEST_IGNORES = ("metadata", "prompt_cache_key", "safety_identifier", "service
 
 
 def is_noop_value(value: Any) -> bool:
-    """Return whether a value is None, False, 0, "", "auto", "none", or a container of nothing else.
-
-    >>> [is_noop_value(value) for value in (0, {"image": 0}, True, {"image": 1})]
-    [True, True, False, False]
-    """
+    """Return whether a value is None, False, 0, "", "auto", "none", or a container of nothing else."""
     if isinstance(value, dict):
         return all(map(is_noop_value, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -124,11 +124,7 @@ def chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_messages(system: Any, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert instructions and a conversation to messages of the chat API.
-
-    >>> chat_messages("Be brief.", [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
-    [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}]
-    """
+    """Convert instructions and a conversation to messages of the chat API."""
     messages: list[dict[str, Any]] = []
     turns: list[tuple[str, Any, Any]] = [("system", "system", system or [])]
     turns += [(f"messages[{i}]", one.get("role"), one.get("content")) for i, one in enumerate(given)]
