@@ -2,7 +2,7 @@
 
 A request passes through these, on its way in and back:
 
-    connections.Gate            limit headers, time and size, check the key, log a line, notice lost clients
+    request_guard.Gate          limit headers, time and size, check the key, log a line, notice lost clients
     openai_api.ChatRequest      holds the request in the engine's terms (or CompletionRequest)
     service.Service.answer      checks the whole request, takes places in the queue, calls `AsyncLLM`
     ChatRequest.choice          writes the engine's output in the API's own shape, whole or piece by piece
