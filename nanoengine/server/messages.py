@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from nanoengine.chat.call_arguments import listed
 from nanoengine.chat.tool_choice import is_object_schema
@@ -26,7 +26,6 @@ from nanoengine.server.service import EventStream
 SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs", "stop"}
 # Steer Anthropic's own servers, and have no effect here
 IGNORED = "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id"
-STRICT = ConfigDict(extra="forbid", strict=True)
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 EMPTY: dict[str, Any] = {"text": "", "thinking": "", "signature": "", "input": {}}  # as a block begins
 # Begins an instruction of Claude Code that differs in each request, so that no prefix would be cached.
@@ -43,37 +42,33 @@ class MessagesChat(ChatRequest):
         return APIError(400, f"prompt is too long: {error.num_tokens} tokens > {error.limit} maximum")
 
 
-class ToolUse(BaseModel):
+class ToolUse(BaseModel, extra="forbid", strict=True):
     """Says whether the model has to call a tool."""
 
-    model_config = STRICT
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(BaseModel, extra="forbid", strict=True):
     """Says whether the model thinks, for chat templates that have such a switch."""
 
-    model_config = STRICT
     type: Literal["enabled", "adaptive", "disabled"]
     display: Literal["summarized", "omitted"] | None = None  # omitted: not shown
     budget_tokens: int | None = None  # accepted without effect
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(BaseModel, extra="forbid", strict=True):
     """Describes the answer."""
 
-    model_config = STRICT
     effort: str | None = None  # a variable of some chat templates
     format: dict[str, Any] | None = None  # {"type": "json_schema", "schema": ...}
     task_budget: Any = None  # accepted without effect
 
 
-class CountRequest(BaseModel):
+class CountRequest(BaseModel, extra="allow", strict=True):
     """Describes the body of a request to /v1/messages/count_tokens. `model_extra` is for SamplingParams."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[Any] | None = None

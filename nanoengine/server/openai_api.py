@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr
 
 from nanoengine.chat.answer_parser import MANY, AnswerParser, Formats
 from nanoengine.chat.call_arguments import listed
@@ -195,20 +195,18 @@ def with_arguments_read(message: dict[str, Any], unread: list[str], is_wrapped: 
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, extra="forbid", strict=True):
     """Chooses what a stream holds in addition to the answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # the usage so far, in every piece
     include_obfuscation: bool | None = None  # accepted without effect: nothing is obfuscated
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(BaseModel, extra="allow", strict=True):
     """Holds the fields that both APIs have. Null counts as absent; sampling fields are in `model_extra`."""
 
     source: ClassVar[str]  # the field that holds the prompt
-    model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -506,19 +504,17 @@ class ChatRequest(Conversation, GenerationRequest):
         return {"token": text, "logprob": logprob.logprob, "bytes": list(tokens[token_id])}
 
 
-class TokenizeRequest(Conversation):
+class TokenizeRequest(Conversation, extra="forbid", strict=True):
     """A request to turn text or a conversation into token ids: vLLM's /tokenize."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(BaseModel, extra="forbid", strict=True):
     """A request to turn token ids into text: vLLM's /detokenize."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     tokens: list[int]

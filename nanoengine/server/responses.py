@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from nanoengine.server.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing, sampling_fields
 from nanoengine.server.request_guard import Ticket
@@ -34,10 +34,9 @@ class InputChat(ChatRequest):
     source: ClassVar[str] = "input"
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(BaseModel, extra="allow", strict=True):
     """Describes the body of a request to /v1/responses. `model_extra` has the fields of SamplingParams."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
     input: Any  # text, or a list of messages, function calls and their outputs
     instructions: str | None = None
