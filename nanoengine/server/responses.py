@@ -241,8 +241,9 @@ class ResponseStream:
             self.text = None
 
     def _text_event(self, what: str, **fields: Any) -> dict[str, Any]:
-        kind, more = ("reasoning_text", {}) if self.is_thought else ("output_text", {"logprobs": []})
-        return self._event(f"response.{kind}.{what}", **self._place, **fields, **more)
+        if self.is_thought:
+            return self._event(f"response.reasoning_text.{what}", **self._place, **fields)
+        return self._event(f"response.output_text.{what}", **self._place, **fields, logprobs=[])
 
     def _end_item(self, item: dict[str, Any]) -> dict[str, Any]:
         self.output.append(item)
