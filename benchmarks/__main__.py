@@ -34,8 +34,8 @@ from benchmarks.ablation import TRICKS
 from benchmarks.bits import main as print_bits
 from benchmarks.engines import ENGINES
 from benchmarks.load import bench_load
+from benchmarks.models import SHAPES, parse_custom
 from benchmarks.runs import CORES
-from benchmarks.shapes import SHAPES, parse_custom
 from nanoengine.cli.workloads import WORKLOADS
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks import llama_cpp, nano_vllm, openvino
 from benchmarks.ablation import WITHOUT
 from benchmarks.machine import machine
-from benchmarks.models import write_shape
-from benchmarks.shapes import SHAPES
+from benchmarks.models import SHAPES, write_shape
 from benchmarks.workers import Worker, start_worker
 from nanoengine.cli.bench import percentiles
 from nanoengine.cli.workloads import Workload

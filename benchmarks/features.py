@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.host import start_decodes
-from benchmarks.models import write_shape
-from benchmarks.shapes import SHAPES
+from benchmarks.models import SHAPES, write_shape
 from examples import train_demo
 from nanoengine import LLM, SamplingParams
 

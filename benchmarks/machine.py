@@ -2,7 +2,6 @@
 
 import os
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,6 @@ INSTRUCTIONS |= {"avx_vnni": "AVX VNNI", "avx512_vnni": "AVX-512 VNNI", "amx_bf1
 INSTRUCTIONS |= {"asimd": "NEON", "bf16": "NEON bfloat16"}
 # Variables that keep a library from using newer instructions, so that a machine stands in for an older one.
 LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
-
-
-def instruction_sets(flags: set[str], environment: Mapping[str, str] = os.environ) -> str:
-    """Return the instruction sets that these flags stand for, and the variables that limit their use.
-
-    >>> instruction_sets({"sse2", "avx2", "avx512f"}, {"ATEN_CPU_CAPABILITY": "avx2"})
-    'AVX2, AVX-512, limited by ATEN_CPU_CAPABILITY=avx2'
-    """
-    names = [name for flag, name in INSTRUCTIONS.items() if flag in flags] or ["unknown instructions"]
-    limits = " ".join(f"{name}={environment[name]}" for name in LIMITS if name in environment)
-    return ", ".join([*names, f"limited by {limits}"] if limits else names)
 
 
 def machine(threads: int, device: str) -> dict[str, Any]:
@@ -36,6 +24,9 @@ def machine(threads: int, device: str) -> dict[str, Any]:
     flags = set(f"{found.get('flags', '')} {found.get('Features', '')}".split())
     if platform.machine() == "arm64":  # macOS has no /proc/cpuinfo
         flags.add("asimd")
+    names = [name for flag, name in INSTRUCTIONS.items() if flag in flags] or ["unknown instructions"]
+    if limits := [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]:
+        names.append(f"limited by {' '.join(limits)}")
     gpu = None
     if device == "cuda":
         from torch.utils.collect_env import get_nvidia_driver_version, run
@@ -44,7 +35,7 @@ def machine(threads: int, device: str) -> dict[str, Any]:
         gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, driver {driver}"
     return {
         "cpu": found.get("model name") or platform.processor(),
-        "instructions": instruction_sets(flags),
+        "instructions": ", ".join(names),
         "cores": os.cpu_count(),
         "threads": threads,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

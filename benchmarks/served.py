@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.models import write_shape, write_tokenizer
+from benchmarks.models import SHAPES, write_shape, write_tokenizer
 from benchmarks.report import hardware
 from benchmarks.runs import CORES
-from benchmarks.shapes import SHAPES
 from benchmarks.workers import environment
 from nanoengine.cli.terminal import table
 

@@ -20,9 +20,9 @@ from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
 from benchmarks.machine import machine
+from benchmarks.models import SHAPES, parse_custom
 from benchmarks.report import hardware
 from benchmarks.runs import measurements
-from benchmarks.shapes import SHAPES, parse_custom
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.workloads import WORKLOADS, Workload
 from nanoengine.extensions.roofline import measure_limits, roofline_seconds
