@@ -355,11 +355,7 @@ class Request:
         return any(sample.has_news for sample in self.samples.values())
 
     def take_tokens(self, seq: Any, logprobs: Sequence[dict[int, Logprob]], now: float) -> int:
-        """Record a step's result for a sequence: new tokens, already in its token_ids, or a failure.
-
-        `logprobs` has one entry per new token, possibly followed by unused ones, or none if not requested.
-        Returns the number of new tokens.
-        """
+        """Record a sequence's new tokens, which it has already, or its failure. Return how many are new."""
         if self.metrics.first_token_time is None:
             self.metrics = replace(self.metrics, first_token_time=now)
         sample = self.samples[seq.seq_id]
@@ -369,7 +365,7 @@ class Request:
         first, sample.num_taken = sample.num_taken, seq.num_output_tokens
         if logprobs:
             new = seq.token_ids[seq.num_prompt_tokens + first :]
-            for token_id, entry in zip(new, logprobs, strict=False):
+            for token_id, entry in zip(new, logprobs, strict=False):  # some entries may be unused
                 sample.begun = self.vocabulary.name([entry], sample.begun)
                 sample.logprobs.append(entry)
                 sample.cumulative_logprob += entry[token_id].logprob

@@ -85,11 +85,7 @@ def with_known_roles(
 
 
 def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
-    """Return the message with its text parts, joined on request. Raises ValueError for other parts.
-
-    A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template. An object,
-    such as a tool's result, becomes JSON.
-    """
+    """Return the message with its text parts, joined on request, and an object, such as a result, as JSON."""
     content = message.get("content", "")
     if not isinstance(content, list):
         if not isinstance(content, str | dict | None):

@@ -56,10 +56,7 @@ class Ticket:
 
 
 class Gate:
-    """ASGI middleware that admits and logs requests, and stops the work for clients that disconnect.
-
-    It refuses a wrong key, a body that is too large or too slow, and new requests while the server drains.
-    """
+    """ASGI middleware that checks and logs requests, and stops the work for clients that disconnect."""
 
     def __init__(self, app: ASGIApp, service: Any) -> None:
         self.app, self.service = app, service

@@ -91,13 +91,11 @@ def page(events: Iterable[Event], lessons: str = "", model: Any = None, receipt:
 
 
 def pack_model() -> dict[str, Any]:
-    """Return the bundled model for the live page: its config, tokenizer, and weights as float16.
-
-    The weights are the base64 of gzip of all numbers' low bytes, then all high bytes, which compress well.
-    """
+    """Return the bundled model for the live page: its config, tokenizer, and weights as float16."""
     demo = files("nanoengine.demo")
     tensors = load_tensors(demo.joinpath("model.safetensors").read_bytes())
     numbers = np.concatenate([tensor.astype(np.float16).ravel() for tensor in tensors.values()])
+    # All low bytes, then all high bytes, which compress well.
     planes = numbers.astype("<f2").view(np.uint8).reshape(-1, 2).T.tobytes()
     return {
         "config": json.loads(demo.joinpath("config.json").read_text()),
