@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoengine import LLM, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
+from nanoengine import LLM, EngineConfig, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
 from nanoengine.backends.threads import _bar
 from tests.helpers import (
     VOCAB,
@@ -263,6 +263,12 @@ def test_generation_stops_at_max_model_len(qwen3):
 def test_bad_setting_is_rejected_by_name(settings, error, name, qwen3):
     with pytest.raises(error, match=name):
         LLM(qwen3, **settings)
+
+
+def test_an_llm_is_made_from_a_config_and_is_its_own_engine(qwen3):
+    with LLM.from_engine_args(EngineConfig(qwen3, num_kv_blocks=20)) as llm:
+        assert llm.llm_engine is llm
+        assert llm.metrics()["num_blocks"] == 20
 
 
 def test_ids_may_be_aborted_twice_or_after_they_finished(llm):

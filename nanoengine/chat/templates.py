@@ -93,7 +93,7 @@ def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
         if isinstance(content, dict):
             content = json.dumps(content, ensure_ascii=False)
         elif content is None and not message.get("tool_calls"):
-            content = ""
+            content = ""  # as in vLLM; next to calls, None is for the template
         return message | {"content": content} if "content" in message else message
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for i, part in enumerate(parts):
