@@ -18,7 +18,6 @@ COMMANDS = {
     "trace": "make a page, or a timeline, of a recorded run",
     "lab": "the scheduler under a cost model, in place of a device",
 }
-EXTRAS = {"serve": "serve"}  # command -> the extra that installs its dependencies
 
 
 def load(command: str) -> Callable[[list[str]], None]:
@@ -64,9 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         run = load(command)
     except ModuleNotFoundError as error:
-        if command not in EXTRAS:
+        if command != "serve":  # the others need no extra
             raise
-        parser.error(f"nanoengine {command} needs {error.name}: pip install 'nanoengine[{EXTRAS[command]}]'")
+        parser.error(f"nanoengine serve needs {error.name}: pip install 'nanoengine[serve]'")
     finally:
         signal.signal(signal.SIGINT, handler)
     try:
