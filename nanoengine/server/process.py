@@ -160,14 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
     log = logging.getLogger("nanoengine.requests")
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.propagate = False
-    server = Server(
-        service,
-        given["drain_seconds"],
-        given["allowed_origins"],
-        host=given["host"],
-        port=given["port"],
-        timeout_graceful_shutdown=CLOSE_SECONDS,
-    )
+    chosen = {name: given[name] for name in ("drain_seconds", "allowed_origins", "host", "port")}
+    server = Server(service, timeout_graceful_shutdown=CLOSE_SECONDS, **chosen)
     # All objects that exist now stay until the end. Without freeze, the garbage collector would visit them
     # every few thousand steps, and no request would get a token for 0.1 s.
     gc.collect()
