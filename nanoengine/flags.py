@@ -149,11 +149,13 @@ def add_flags(parser: argparse._ActionsContainer, config: type[Any]) -> None:
         parser.add_argument(*flags, dest=item.name, default=argparse.SUPPRESS, **settings)
 
 
-def add_engine(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Add the model, and a group of flags for the fields of an engine's config: see `settings_of`."""
-    what = "directory, hub id or GGUF file; default: the bundled model"
-    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help=what)
+def engine_parser(command: str, about: str, config: type[Any], **settings: Any) -> FlexibleArgumentParser:
+    """Return a parser for a model, and a flag for each field of an engine's config: see `settings_of`."""
+    usage, what = "%(prog)s [MODEL] [--FLAG VALUE ...]", "directory, hub id or GGUF file"
+    parser = FlexibleArgumentParser(command, usage, about, allow_abbrev=False, **settings)
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help=f"{what}; default: the bundled model")
     add_flags(parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig"), config)
+    return parser
 
 
 def settings_of(

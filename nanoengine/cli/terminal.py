@@ -9,22 +9,16 @@ from contextlib import contextmanager
 
 from nanoengine import CompletionOutput
 from nanoengine.config import EngineConfig
-from nanoengine.flags import FlexibleArgumentParser, add_engine
+from nanoengine.flags import FlexibleArgumentParser, engine_parser
 
 
 def make_parser(command: str, about: str, max_tokens: int) -> FlexibleArgumentParser:
     """Return a parser for the flags that both commands have: sampling, and one per EngineConfig field."""
-    parser = FlexibleArgumentParser(
-        command,
-        "%(prog)s [MODEL] [--FLAG VALUE ...]",
-        about,
-        conflict_handler="resolve",  # `run` has a --trace of its own
-        allow_abbrev=False,
-    )
+    # `run` has a --trace of its own, which replaces the engine's.
+    parser = engine_parser(command, about, EngineConfig, conflict_handler="resolve")
     limit = "limit per answer; default %(default)s"
     parser.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
     parser.add_argument("--max-tokens", type=int, default=max_tokens, help=limit)
-    add_engine(parser, EngineConfig)
     return parser
 
 

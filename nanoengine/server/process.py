@@ -29,7 +29,7 @@ import uvicorn
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.chat.answer_parser import REASONING_FORMATS, SAME, TOOL_FORMATS
 from nanoengine.config import EngineConfig
-from nanoengine.flags import FlexibleArgumentParser, add_engine, argparse_type, settings_of, value_of
+from nanoengine.flags import FlexibleArgumentParser, argparse_type, engine_parser, settings_of, value_of
 from nanoengine.sampling_params import check_number, check_strings
 from nanoengine.server.app import make_app
 from nanoengine.server.request_guard import Connection
@@ -87,9 +87,7 @@ class Server(uvicorn.Server):
 
 def make_parser() -> FlexibleArgumentParser:
     """Return a parser for the command's flags: the server's own, and one for each EngineConfig field."""
-    parser = FlexibleArgumentParser(
-        "nanoengine serve", "%(prog)s [MODEL] [--FLAG VALUE ...]", "Serve a model.", allow_abbrev=False
-    )
+    parser = engine_parser("nanoengine serve", "Serve a model.", EngineConfig)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="default %(default)s: only this machine can connect")
     add("--port", type=parse_port, default=8000, help="default %(default)s; 0 picks a free port")
@@ -111,7 +109,6 @@ def make_parser() -> FlexibleArgumentParser:
     drain = "time for running requests to finish on shutdown; default %(default)s"
     seconds = argparse_type(lambda text: check_number("drain_seconds", float(text), 0, math.inf))
     add("--drain-seconds", type=seconds, default=30, help=drain)
-    add_engine(parser, EngineConfig)
     return parser
 
 
