@@ -178,12 +178,15 @@ def test_links_of_a_page_exist(page):
 
 
 @each_lesson
-def test_a_lesson_has_code_pointers_an_exercise_and_its_answer(lesson):
-    body, exercise = lesson.read_text().split("\n## Exercise\n")
+def test_a_lesson_has_code_pointers_an_exercise_with_its_answer_and_three_questions(lesson):
+    text, questions = lesson.read_text().split("\n</details>\n\n## Three questions\n\n")
+    one = r"{}\. [^<]+\? <details><summary>Answer</summary>\s[^<]+ </details>\n"
+    assert re.fullmatch("".join(one.format(i) for i in (1, 2, 3)) + r"\n\[.*\n", questions)
+    body, exercise = text.split("\n## Exercise\n")
     question, answer = exercise.split("\n<details><summary>Answer</summary>\n")
     assert question.strip()
     assert len(SYMBOL.findall(body.split("\n## In the engine\n")[1])) >= 2
-    for part in body, answer.split("\n</details>\n")[0]:
+    for part in body, answer:
         assert "```python\n>>> " in part
 
 
