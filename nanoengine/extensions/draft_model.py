@@ -32,8 +32,6 @@ from nanoengine.engine import Block, Chunk, ModelRunner, Prefix, ScheduledBatch,
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.structured.constraints import Constraint
 
-# ---- The draft model -----------------------------------------------------------------------------
-
 
 @dataclass(slots=True, eq=False)
 class Shadow:
@@ -82,10 +80,8 @@ class DraftModel:
 
     def __init__(self, started: Started, asked: SpeculativeConfig) -> None:
         if started.num_state_slots:
-            raise ValueError(
-                f"the draft model {asked.model} has recurrent states, from which a rejected draft token "
-                "cannot be removed"
-            )
+            reason = "has recurrent states, from which a rejected draft token cannot be removed"
+            raise ValueError(f"the draft model {asked.model} {reason}")
         self.started, self.runner, loaded = started, started.runner, started.loaded
         self.max_model_len = loaded.max_model_len  # longer sequences have no drafts
         self.max_drafts = asked.num_speculative_tokens
@@ -113,10 +109,7 @@ class DraftModel:
         return shadow
 
     def draft(self, sizes: dict[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Return drafts for each sequence, at most `sizes` of them.
-
-        A sequence has no drafts if its known tokens that are not computed yet exceed the budget of a pass.
-        """
+        """Return at most `sizes` drafts of each sequence, none if a pass cannot compute its known tokens."""
         drafts: dict[Sequence, list[int]] = {}
         size, shadows = self.runner.block_size, self.shadows
         budget, chunks = self.started.loaded.max_num_batched_tokens, list[Chunk]()

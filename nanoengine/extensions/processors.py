@@ -6,8 +6,7 @@ first, as in vLLM. `SamplingParams(logits_processors=[...])` is for one request,
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +18,7 @@ from nanoengine.sampling_params import check_processors, num_arguments
 
 
 def find_functions(given: Sequence[Any]) -> list[Callable[..., Any]]:
-    """Return an engine's logits_processors: functions, or "module:function", which is imported.
-
-    Raises:
-        TypeError, ValueError: one is not a function, or cannot be imported.
-    """
+    """Return an engine's logits_processors: functions, or what "module:function" names, which is imported."""
     return check_processors(
         [find_named("logits_processors", one) if isinstance(one, str) else one for one in given]
     )
@@ -45,28 +40,17 @@ class FunctionProcessor:
             token_ids = [list(row.output_ids)]
             if processor.with_prompt:
                 token_ids.insert(0, list(row.token_ids[: row.num_prompt_tokens]))
-            with failing(logits, i, processor):
+            try:
                 made = processor.function(*token_ids, logits[i])
                 logits[i] = as_logits(made, logits[i], processor.function)
-
-
-@contextmanager
-def failing(logits: Tensor, row: int, processor: FunctionProcessor) -> Iterator[None]:
-    """Turn an exception in the block into a failure of the row, which gets no token."""
-    try:
-        yield
-    except Exception as error:
-        logging.getLogger(__name__).exception("a logits processor failed")
-        processor.failure = f"{type(error).__name__}: {error}"
-        logits[row] = torch.nan
+            except Exception as error:
+                logging.getLogger(__name__).exception("a logits processor failed")
+                processor.failure = f"{type(error).__name__}: {error}"
+                logits[i] = torch.nan
 
 
 def as_logits(made: Any, given: Tensor, processor: Any) -> Tensor:
-    """Return a processor's result `made`, converted to the dtype and device of the logits it was given.
-
-    Raises:
-        TypeError, ValueError: it is not a tensor of real numbers, or has another shape.
-    """
+    """Return a result like the logits that a processor was given, or raise TypeError or ValueError."""
     name = getattr(processor, "__name__", type(processor).__name__)
     if not isinstance(made, Tensor) or made.dtype == torch.bool or made.is_complex():
         found = made.dtype if isinstance(made, Tensor) else type(made).__name__

@@ -18,6 +18,7 @@ is waited for, and all of it is divided. A floor is the bytes or the operations 
 whichever take longer at the machine's measured peak.
 """
 
+import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -141,12 +142,8 @@ class Recorder(Stopwatch):
                 share = 0.0 if name == "sampling" else seconds * floor / least
                 for figure, value in zip(FIGURES, (share, floor, num_bytes, operations), strict=True):
                     rows[name, work.phase][figure] += value
-        items = [
-            {"name": name, "phase": phase, **rows[name, phase]}
-            for phase in ("prompts", "decodes")
-            for name in NAMES
-            if (name, phase) in rows
-        ]
+        places = itertools.product(("prompts", "decodes"), NAMES)
+        items = [{"name": x, "phase": phase, **rows[x, phase]} for phase, x in places if (x, phase) in rows]
         return {"seconds": sum(rows[place]["seconds"] for place in rows), "items": items}
 
     def _parts_of(self, work: Work) -> Iterator[tuple[str, float, int, int]]:
@@ -199,8 +196,7 @@ def show(receipt: dict[str, Any]) -> str:
     for item in receipt["items"]:
         counts = [item["bytes"] / 1e9, item["operations"] / 1e9]
         figures = f"{item['seconds']:10.3f}{item['seconds'] / total:8.1%}{item['floor_seconds']:10.3f}"
-        lines.append(
-            f"{item['phase']:10}{item['name']:10}{figures}" + "".join(f"{one:10.2f}" for one in counts)
-        )
+        numbers = "".join(f"{one:10.2f}" for one in counts)
+        lines.append(f"{item['phase']:10}{item['name']:10}{figures}{numbers}")
     floor = sum(item["floor_seconds"] for item in receipt["items"])
     return "\n".join([*lines, f"{'':10}{'total':10}{receipt['seconds']:10.3f}{1:8.0%}{floor:10.3f}"])

@@ -56,15 +56,10 @@ class Held:
 
 
 class StatefulBlockManager(WindowedBlockManager):
-    """Manages state slots in addition to blocks, and keeps some states for the prefix cache.
-
-    Args:
-        num_blocks, block_size, settings: as in the base class.
-        num_state_slots: the number of slots, without the reserved ones.
-    """
+    """Manages state slots in addition to blocks, and keeps some states for the prefix cache."""
 
     def __init__(self, num_blocks: int, block_size: int, *, num_state_slots: int, **settings: Any) -> None:
-        self.num_state_slots = num_state_slots
+        self.num_state_slots = num_state_slots  # without the reserved ones
         super().__init__(num_blocks, block_size, **settings)
 
     def clear(self) -> None:
@@ -166,10 +161,7 @@ class StatefulBlockManager(WindowedBlockManager):
         return num_blocks
 
     def _keep(self, prefix: Prefix) -> int | None:
-        """Return a slot to keep that prefix's state in.
-
-        Returns None if the state is already kept, or if no slot can be taken.
-        """
+        """Return a slot to keep that prefix's state in; None: it is already kept, or no slot can be taken."""
         if prefix in self.kept_slots:
             self.kept_slots.move_to_end(prefix)
             return None
@@ -190,13 +182,7 @@ class StatefulBlockManager(WindowedBlockManager):
 
 
 class StatefulScheduler(Scheduler):
-    """Schedules models with recurrent state.
-
-    Args:
-        block_manager: allocates the state slots.
-        spans: the dict to write each step's spans to, for the runner.
-        settings: as in the base class.
-    """
+    """Schedules models with recurrent state. It writes each step's spans to `spans`, for the runner."""
 
     def __init__(self, block_manager: StatefulBlockManager, *, spans: Spans, **settings: Any) -> None:
         super().__init__(block_manager, **settings)

@@ -64,10 +64,8 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
     A stack of weights larger than the caches is applied to 1, 8, ... rows with the fastest kernel available,
     in the workload's precision and in float32. If a processor emulates the workload's precision, float32 is
     faster, and no less accurate. With one row, every weight is read for two FLOPs: its time gives the
-    bandwidth. The best rate over all numbers of rows is the matrix rate.
-
-    Returns:
-        "bandwidth" in bytes per second, and "flops" per second for each number of rows.
+    bandwidth. The best rate over all numbers of rows is the matrix rate. Returns "bandwidth" in bytes per
+    second, and "flops" per second for each number of rows.
     """
     device = torch.device(device_name)
     # Rows -> number of layers used. On a CPU many rows are slow, and two layers are enough for a rate.
@@ -88,7 +86,7 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
 
     packs: list[Callable[[nn.Linear], nn.Module]] = [lambda layer: layer]
     if device.type == "cpu":
-        with suppress(ModuleNotFoundError, RuntimeError):  # no backends/cpu; no compiler
+        with suppress(RuntimeError):  # no compiler
             from nanoengine.backends.cpu.kernels import Kernels
             from nanoengine.backends.cpu.packed_layers import pack_linear
 

@@ -22,18 +22,12 @@ from weakref import WeakKeyDictionary
 from nanoengine.config import SpeculativeConfig
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
 
-# ---- The scheduler -------------------------------------------------------------------------------
-
 
 class DraftingScheduler(Scheduler):
     """Schedules draft tokens after decodes, with the token budget and free blocks that are left.
 
-    It does not support async scheduling: drafts depend on the tokens of the previous step.
-
-    Args:
-        block_manager, settings: as in the base class.
-        propose: proposes draft tokens.
-        max_drafting_seqs: while more sequences run, there are no drafts.
+    It does not support async scheduling: drafts depend on the tokens of the previous step. While more than
+    max_drafting_seqs sequences run, there are no drafts.
     """
 
     def __init__(
@@ -57,8 +51,9 @@ class DraftingScheduler(Scheduler):
         num_drafts = 0
         for chunk in chunks:
             with_drafts.append(chunk)
-            drafts = self._draft(chunk, budget - num_drafts)
-            if drafts:
+            limit = self.limit_of(chunk, budget - num_drafts)
+            drafts = self.propose(chunk.seq, limit)[:limit] if limit > 0 else []
+            if drafts := drafts[: self.room_for(chunk, len(drafts))]:
                 token_ids = chunk.seq.token_ids + drafts
                 for position in range(chunk.end, chunk.end + len(drafts)):
                     with_drafts.append(Chunk(chunk.seq, position, position + 1, True, token_ids))
@@ -68,12 +63,6 @@ class DraftingScheduler(Scheduler):
 
     def prepare(self, chunks: list[Chunk], budget: int) -> None:
         """Get ready to propose up to `budget` drafts after these chunks."""
-
-    def _draft(self, chunk: Chunk, budget: int) -> list[int]:
-        """Return the drafts to compute after a chunk, and make room for them in the block table."""
-        limit = self.limit_of(chunk, budget)
-        drafts = self.propose(chunk.seq, limit)[:limit] if limit > 0 else []
-        return drafts[: self.room_for(chunk, len(drafts))]
 
     def limit_of(self, chunk: Chunk, budget: int) -> int:
         """Return how many drafts may follow a chunk. Only decodes that sample freely have drafts."""
@@ -93,10 +82,7 @@ class DraftingScheduler(Scheduler):
         return num_drafts
 
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
-        """See the base class. A token sampled after a draft counts if all drafts up to there are right.
-
-        Such a draft counts as computed only from here on.
-        """
+        """See the base class. A token sampled after a draft counts if all drafts up to there are right."""
         advanced: dict[Sequence, None] = {}
         place = -1
         sampled_chunks = (chunk for chunk in batch.chunks if chunk.samples)
@@ -129,8 +115,6 @@ def is_draft(chunk: Chunk) -> bool:
     return chunk.token_ids is not chunk.seq.token_ids
 
 
-# ---- A proposer ----------------------------------------------------------------------------------
-
 MAX_PAUSE = 64  # limit on the tokens without drafts after rejected drafts
 
 
@@ -155,10 +139,7 @@ class Lookup:
     """Indexes the n-grams of one growing text by where each was seen last, and adapts the number of drafts.
 
     Each token adds one entry per n-gram length, in constant time: about half a kilobyte for three lengths.
-
-    Args:
-        shortest, longest: range of n-gram lengths. The longest n-gram seen before decides the drafts.
-        max_draft_tokens: limit on the number of draft tokens.
+    The longest n-gram that was seen before decides the drafts.
     """
 
     def __init__(self, shortest: int, longest: int, max_draft_tokens: int) -> None:

@@ -32,22 +32,12 @@ Event = dict[str, Any]  # docs/guide/trace.md explains its fields
 
 
 class Tracer:
-    """Follows a scheduler and its block manager, and writes a step at each `end_step`.
+    """Follows a scheduler that was not used yet, and its block manager. Writes a step at each `end_step`.
 
     If the target or the tokenizer raises, the error is logged, the trace ends, and the engine continues. No
-    argument may refer to the KV cache, because its memory must be freed when the engine closes.
-
-    Args:
-        scheduler: must not have been used yet.
-        target: a callable that takes events, or the path of a file of JSON lines, each written as soon as its
-            step ends.
-        model: the model's name. If it is a directory, the trace has only the last part of the path.
-        request_of: returns the request_id of a sequence, from its seq_id.
-        tokenizer: a transformers tokenizer. None: there is none.
-        seconds: the running total of each phase in seconds, as in `Stopwatch`.
-
-    Raises:
-        OSError: the file cannot be written.
+    argument may refer to the KV cache, because its memory must be freed when the engine closes. `request_of`
+    returns a sequence's request_id, from its seq_id. `seconds` are the running totals of a `Stopwatch`.
+    OSError: the file cannot be written.
     """
 
     def __init__(
@@ -170,12 +160,10 @@ class Tracer:
 
     def _release(self, block_ids: Iterable[int]) -> dict[str, list[int]]:
         """Divide released blocks into those that are free now, and those that other sequences hold."""
-        ids, blocks = list(block_ids), self.blocks.blocks
-        is_shared = [blocks[block_id].ref_count > 0 for block_id in ids]
-        return {
-            "freed": [block_id for block_id, shared in zip(ids, is_shared, strict=True) if not shared],
-            "shared": [block_id for block_id, shared in zip(ids, is_shared, strict=True) if shared],
-        }
+        divided: dict[str, list[int]] = {"freed": [], "shared": []}
+        for block_id in block_ids:
+            divided["shared" if self.blocks.blocks[block_id].ref_count else "freed"].append(block_id)
+        return divided
 
     # -- the events that the scheduler and the block manager tell, by name
 

@@ -9,6 +9,7 @@ slots have the group as an extra first dimension, and each layer uses those of i
 Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
 """
 
+import bisect
 import itertools
 import sys
 from collections import abc
@@ -20,14 +21,7 @@ import numpy as np
 from nanoengine.backends.device import Attention
 from nanoengine.backends.paged_attention import GroupedAttention
 from nanoengine.backends.step_inputs import ModelInputs, map_slots, pad_tables
-from nanoengine.engine import (
-    Block,
-    BlockManager,
-    ModelRunner,
-    Prefix,
-    ScheduledBatch,
-    Sequence,
-)
+from nanoengine.engine import Block, BlockManager, ModelRunner, Prefix, ScheduledBatch, Sequence
 
 MoreTables = dict[Sequence, list[list[int]]]  # block tables of the groups after the first
 
@@ -46,12 +40,9 @@ class WindowedBlockManager(BlockManager):
         second      [4, 8)    2          [0, 2, 3, 4]
         third       [8, 11)   6          [0, 0, 0, 4, 5, 6]
 
-    Args:
-        num_blocks, block_size, settings: as in the base class.
-        windows: by group, how many positions a token sees, including its own; None: all. A group without a
-            window must come first.
-        max_chunk_tokens: how many tokens of a sequence a step may compute, including draft tokens.
-        more_tables: the dict to keep the other groups' tables in, for a runner that reads it.
+    `windows` says, by group, how many positions a token sees, including its own; None: all. A group without a
+    window must come first. A step computes at most max_chunk_tokens of a sequence, draft tokens included. The
+    other groups' tables are kept in `more_tables`, for a runner that reads it.
     """
 
     def __init__(
@@ -64,8 +55,7 @@ class WindowedBlockManager(BlockManager):
         more_tables: MoreTables | None = None,
         **settings: Any,
     ) -> None:
-        # With a window of 1, the next token would see no hit, so no hit would be held. But the last hit must
-        # be held: its prefix identifies the tokens so far (`_note_hits`).
+        # With a window of 1, no hit would be held. But the last one must be: see `_note_hits`.
         self.windows = tuple(window and max(window, 2) for window in windows)
         self.max_chunk_tokens = max_chunk_tokens
         self.more_tables: MoreTables = {} if more_tables is None else more_tables
@@ -155,10 +145,7 @@ class WindowedBlockManager(BlockManager):
     # -- helpers
 
     def _longest_beginning(self, seq: Sequence, chain: list[Block], limit: int) -> int:
-        """Return the longest prefix of the chain, in blocks and up to `limit`, that a sequence can continue.
-
-        Subclasses override this.
-        """
+        """Return the longest prefix of the chain that a sequence can continue, in blocks, up to `limit`."""
         return limit
 
     @property
@@ -166,21 +153,19 @@ class WindowedBlockManager(BlockManager):
         """See the base class. There is no limit if every group has a window and all windows fit."""
         # The largest number of blocks that each group holds at a time: for the tokens that are seen, for the
         # tokens that a step computes, and one more because they may begin anywhere in a block.
-        limits = sorted(
+        limits = [
             sys.maxsize if window is None else self.num_blocks_for(window - 1 + self.max_chunk_tokens) + 1
             for window in self.windows
-        )
-        # All block tables grow equally, until a group reaches its limit. Example: 10 blocks, a group that
-        # holds at most 3, and one without a window. Both take 3, then the second takes the remaining 4. The
-        # longest sequence therefore has 7 blocks.
-        num_free, length = self.num_blocks, 0
-        while limits:
-            growth = min(limits[0] - length, num_free // len(limits))
-            length, num_free = length + growth, num_free - growth * len(limits)
-            if length < limits[0]:
-                return length * self.block_size
-            del limits[0]
-        return 1 << 40
+        ]
+        if sum(limits) <= self.num_blocks:
+            return 1 << 40
+
+        def num_held(length: int) -> int:
+            """Return how many blocks all tables hold if each is this long, up to its limit."""
+            return sum(min(length, limit) for limit in limits)
+
+        lengths = range(self.num_blocks + 1)
+        return (bisect.bisect_right(lengths, self.num_blocks, key=num_held) - 1) * self.block_size
 
     def _table_lengths(self, num_computed_tokens: int, num_tokens: int) -> list[int]:
         """Return how long each group's block table must be before the next step.
@@ -233,12 +218,7 @@ class WindowedBlockManager(BlockManager):
 
 
 class WindowedRunner(ModelRunner):
-    """Runs a model with a block table per group.
-
-    Args:
-        num_groups: the number of groups.
-        model, device, attention, others, settings: as in the base class.
-    """
+    """Runs a model with a block table per group."""
 
     def __init__(
         self, num_groups: int, model: Any, device: Any, attention: Attention, *others: Any, **settings: Any

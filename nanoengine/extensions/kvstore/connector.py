@@ -39,7 +39,7 @@ from xxhash import xxh3_128
 
 from nanoengine.assembly_types import Started
 from nanoengine.backends.device import Download, upload
-from nanoengine.backends.kv_cache import KVGroup, KVSpec
+from nanoengine.backends.kv_cache import KVGroup, KVSpec, block_bytes
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.kvstore.stores import DirectoryStore, Store, open_store
 from nanoengine.extensions.windows import WindowedBlockManager
@@ -73,11 +73,7 @@ def chain_keys(fingerprint: bytes, contents: Iterable[bytes]) -> list[str]:
 
 
 def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.ndarray]) -> bytes:
-    """Return an entry, in safetensors format.
-
-    `token_ids`, (n,) int32, reach from the start of the sequence to the end of the block. `groups` holds, by
-    KV cache group, (bytes,) uint8: K and V of the first layer, of the second...
-    """
+    """Return an entry, in safetensors format: all tokens up to the block's last, (n,) int32, and K and V."""
     tensors = {f"group.{i}": group for i, group in enumerate(groups)}
     tensors |= {"fingerprint": np.frombuffer(fingerprint, np.uint8), "token_ids": token_ids}
     return save_tensors({**tensors, "checksum": _checksum(tensors)})
@@ -86,10 +82,7 @@ def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.nd
 def decode(
     data: bytes, fingerprint: bytes, token_ids: np.ndarray, sizes: abc.Sequence[int]
 ) -> list[np.ndarray] | None:
-    """Return the groups that were passed to `encode`, or None for an entry of other tokens or another model.
-
-    Raises ValueError if the entry is damaged.
-    """
+    """Return the groups given to `encode`; None: of other tokens or models. ValueError: they are damaged."""
     try:
         tensors = load_tensors(data)
         checksum = tensors.pop("checksum")
@@ -115,11 +108,6 @@ def _checksum(tensors: dict[str, np.ndarray]) -> np.ndarray:
     return np.frombuffer(digest.digest(), np.uint8)
 
 
-def _bytes_of(tensor: Tensor) -> np.ndarray:
-    """Return a contiguous host tensor as (bytes,) uint8, without a copy."""
-    return tensor.flatten().view(torch.uint8).numpy()
-
-
 # ---- the connector: between a store and an engine ------------------------------------------------
 
 
@@ -140,10 +128,8 @@ class RetryGate:
         except Exception as error:
             self._resume_at = time.monotonic() + RETRY_SECONDS
             if not self._has_failed:
-                message = "the KV store cannot be %s; it is retried every %.0f s: %s: %s"
-                logging.getLogger(__name__).warning(
-                    message, self._what, RETRY_SECONDS, type(error).__name__, error
-                )
+                message = "the KV store cannot be %s; it is retried every %.0f s: %r"
+                logging.getLogger(__name__).warning(message, self._what, RETRY_SECONDS, error)
             self._has_failed = True
             return None
 
@@ -167,10 +153,7 @@ class Snapshot(NamedTuple):
 
 
 class KVConnector:
-    """Copies blocks from a store, which connectors may share, to a runner's KV cache and back.
-
-    `specs` says what each layer stores, `groups` which layers share a block table.
-    """
+    """Copies blocks from a store, which connectors may share, to a runner's KV cache and back."""
 
     def __init__(
         self,
@@ -180,13 +163,9 @@ class KVConnector:
         groups: abc.Sequence[KVGroup],
         fingerprint: bytes,
     ) -> None:
-        self.store, self.runner = store, runner
-        self.fingerprint = fingerprint
+        self.store, self.runner, self.fingerprint = store, runner, fingerprint
         self.layers = [group.layers for group in groups]
-        self.sizes = [  # bytes per block, by group
-            sum(specs[layer].bytes_per_token for layer in layers) * runner.block_size
-            for layers in self.layers
-        ]
+        self.sizes = [block_bytes(specs, [group], runner.block_size) for group in groups]
         if isinstance(store, DirectoryStore):  # K and V, the tokens, and safetensors' header
             store.max_entry_bytes = sum(self.sizes) + (1 << 24)
         self._reading, self._writing = RetryGate("read"), RetryGate("written")
@@ -258,8 +237,7 @@ class KVConnector:
         """Copy these blocks out, queued after the kernels that fill them. None: no blocks, or no memory."""
         if not filled:
             return None
-        snapshot: Snapshot | None = self._copying.ask(self._copy_out, filled)
-        return snapshot
+        return self._copying.ask(self._copy_out, filled)  # type: ignore[no-any-return]
 
     def _copy_out(self, filled: list[Filled]) -> Snapshot:
         device, groups = self.runner.device, []
@@ -325,7 +303,10 @@ class KVConnector:
                 r = row + i - filled.first
                 if not is_finite[r]:
                     break
-                parts = [np.concatenate([_bytes_of(x.read()[r]) for x in group]) for group in snapshot.groups]
+                parts = [
+                    np.concatenate([x.read()[r].flatten().view(torch.uint8) for x in group])
+                    for group in snapshot.groups
+                ]
                 prefix = token_ids[: (i + 1) * self.runner.block_size]
                 if not self._writing.ask(self._put, keys[i], encode(self.fingerprint, prefix, parts)):
                     break
@@ -344,10 +325,6 @@ class StoringBlockManager(WindowedBlockManager):
 
     Prefix cache hits are not written to the store again. If the store failed to save them, or has evicted
     them since, it gets them when they are next recomputed.
-
-    Args:
-        num_blocks, block_size, settings: as in the base class.
-        connector: connects to the store.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, connector: KVConnector, **settings: Any) -> None:
@@ -425,8 +402,7 @@ class StoringBlockManager(WindowedBlockManager):
     ) -> tuple[int, int] | None:
         """Return the blocks to load, [start, end), for the longest prefix that can be used.
 
-        A prefix can be used if every block that its groups still see is in the store, or before num_hits: the
-        sequence holds those blocks already. `find_groups` has the same rule.
+        Every block that its groups still see must be in the store, or held already: before num_hits.
         """
         end = len(is_there)
         while end > num_hits:
@@ -472,10 +448,7 @@ class StoringCore(EngineCore):
 
 
 def connect(started: Started) -> KVConnector:
-    """Open the store that `EngineConfig.kv_store` specifies, and connect it to a runner's KV cache.
-
-    Raises ValueError if the store cannot be opened.
-    """
+    """Connect the store of `EngineConfig.kv_store` to a runner's KV cache, or raise ValueError."""
     opened, runner, loaded = started.opened, started.runner, started.loaded
     config, specs, groups = opened.config, loaded.kv_specs, loaded.kv_groups
     forms = (getattr(module, "form", None) for module in runner.model.modules())

@@ -39,9 +39,8 @@ class DirectoryStore:
     """Stores each entry in a file, `ab/abcd....safetensors`. Any number of processes and hosts may share it.
 
     A file is created atomically, by a rename. Its modification time is the time of its last use. A process
-    that has written a twentieth of max_bytes checks whether the directory holds more than max_bytes. If so,
-    it removes the least recently used files, down to nine tenths. Until then the directory may be a little
-    larger. Files can be removed at any time, by any process.
+    that has written a twentieth of max_bytes removes the least recently used files, down to nine tenths, if
+    the directory holds more than max_bytes. Files can be removed at any time, by any process.
 
     The directory is created if it does not exist, with access for its owner only. `max_bytes` is the limit
     for all files together, by default a tenth of the file system.
@@ -98,10 +97,7 @@ class DirectoryStore:
         return self.path / key[:2] / f"{key}.safetensors"
 
     def _read(self, file: Path) -> bytes | None:
-        """Return a file's content, or None if it does not exist or cannot be an engine's file.
-
-        Reading a pipe could block forever, and a sparse file may claim any size.
-        """
+        """Return a file's content, or None if there is none, or none of an engine: a pipe, or a huge one."""
         try:
             handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -136,12 +132,11 @@ class DirectoryStore:
                 elif entry.endswith(".safetensors"):
                     files.append((status.st_mtime_ns, status.st_size, entry))
                     total += status.st_size
-        if total <= self.max_bytes:
-            return
+        excess = total - self.max_bytes * 9 // 10 if total > self.max_bytes else 0
         for _, size, entry in sorted(files):
-            if total <= self.max_bytes * 9 // 10:
+            if excess <= 0:
                 break
-            total -= size
+            excess -= size
             with contextlib.suppress(OSError):
                 os.unlink(entry)
 
@@ -167,9 +162,8 @@ class RedisStore:
             from redis import Redis
             from redis.backoff import NoBackoff
             from redis.retry import Retry
-        except ImportError as error:
-            message = "a KV store in Redis needs redis-py: pip install 'nanoengine[redis]'"
-            raise ValueError(message) from error
+        except ImportError:
+            raise ValueError("a KV store in Redis needs redis-py: pip install 'nanoengine[redis]'") from None
         self.url = url
         # An engine's step may wait for the answer, so a late answer counts as a failure.
         self._redis: Any = Redis.from_url(
@@ -214,8 +208,7 @@ def open_store(kv_store: Any) -> Store:
     if isinstance(kv_store, str) and "://" in kv_store:
         return RedisStore(kv_store)
     if not isinstance(kv_store, (str, Path)):
-        store: Store = kv_store
-        return store
+        return kv_store  # type: ignore[no-any-return]
     try:
         return DirectoryStore(kv_store)
     except OSError as error:

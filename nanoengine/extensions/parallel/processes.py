@@ -26,14 +26,9 @@ STARTING = 300.0  # timeout for a condition that all processes bring about while
 
 
 class Workers:
-    """Runs a function in several processes, and watches them in a thread.
+    """Runs a module's function in several processes, with the rank from 1 on and the arguments.
 
-    When one process is lost, the others are killed, so that none waits for it.
-
-    Args:
-        function: a module's function. It takes its rank, counted from 1, and the arguments.
-        num_processes: the number of processes to start.
-        arguments: passed to each process.
+    A thread watches them: when one is lost, the others are killed, so that none waits for it.
     """
 
     def __init__(self, function: Callable[..., None], num_processes: int, *arguments: Any) -> None:
@@ -54,11 +49,7 @@ class Workers:
         self._thread.start()
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Wait for a condition that the processes bring about while they start.
-
-        Raises:
-            EngineDeadError: a process was lost, and the message includes its traceback, or it takes too long.
-        """
+        """Wait for a condition that the processes bring about. EngineDeadError: one is lost, or late."""
         end = time.monotonic() + STARTING
         while not is_ready():
             if self._is_lost.wait(0.05):

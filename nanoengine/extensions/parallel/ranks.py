@@ -8,8 +8,6 @@ Collectives use NCCL on GPUs and gloo on a CPU. docs/19-splitting-a-model.md exp
 A failure inside a forward pass, on any rank, ends the engine: the other ranks wait for a collective that will
 not come. After that you can close the engine and start another one.
 
-Read top to bottom: communication between ranks, layers, devices, startup. processes.py starts and watches the
-processes of the other ranks. extensions/parallel/shard.py defines which part of the weights a rank has.
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; vLLM's model_executor/layers/linear.py.
 """
 
@@ -60,8 +58,7 @@ Order = ModelInputs[np.ndarray] | int | None  # compute a step, or the logits of
 class Ranks:
     """Connects this process with the other ranks of an engine: collectives, and messages from rank 0.
 
-    It makes its own process groups instead of using PyTorch's global one, so that a process can hold several
-    engines.
+    It makes process groups of its own, so that a process can hold several engines.
     """
 
     def __init__(
@@ -77,8 +74,7 @@ class Ranks:
         self.shard, self.rank, self.size = shard, shard.rank, shard.size
         self.leads = False  # whether to announce computations; true on rank 0 after startup
         self.lost: str | None = None  # why the engine cannot be used anymore
-        self._workers = workers
-        self._process_id = os.getpid()
+        self._workers, self._process_id = workers, os.getpid()
         self._num_threads: int | None = None  # PyTorch's number of threads before, to be restored
         if num_threads is not None:  # the ranks on one host share its cores
             self._num_threads = torch.get_num_threads()
@@ -233,12 +229,9 @@ _alive: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 def _disown() -> None:
-    """Leave the ranks to the parent process. Called in a fork, whose exit would otherwise end them.
-
-    Leak the process groups: their destructors would wait for threads that do not exist in the fork.
-    """
+    """Leave the ranks to the parent process. Called in a fork, whose exit would otherwise end them."""
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
-    for ranks in _alive:
+    for ranks in _alive:  # leak the groups: their destructors would wait for threads that only the parent has
         for group in (ranks._control, ranks._group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -256,42 +249,36 @@ def _queued(options: Any) -> Any:
 # ---- Layers --------------------------------------------------------------------------------------
 
 
-class RowParallel(nn.Module):
-    """Splits a linear layer by columns: each rank multiplies its own inputs, and the outputs are summed."""
+class Parallel(nn.Module):
+    """Wraps a layer whose weight the ranks share."""
 
-    def __init__(self, layer: nn.Linear, ranks: Ranks) -> None:
+    def __init__(self, layer: Any, ranks: Ranks) -> None:
         super().__init__()
         self.layer, self.ranks = layer, ranks
-        if ranks.rank:
-            layer.bias = None  # type: ignore[assignment]  # rank 0 adds it
+
+
+class RowParallel(Parallel):
+    """Splits a linear layer by columns: each rank multiplies its own inputs, and the outputs are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (T, the rank's inputs) to (T, outputs)."""
         return self.ranks.all_reduce(self.layer(x))
 
 
-class ParallelEmbedding(nn.Module):
+class ParallelEmbedding(Parallel):
     """Splits an embedding by rows: each rank returns zeros for the others' tokens, and all are summed."""
-
-    def __init__(self, embedding: nn.Embedding, ranks: Ranks) -> None:
-        super().__init__()
-        self.embedding, self.ranks = embedding, ranks
-        self.num_rows = embedding.num_embeddings
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map (T,) to (T, E)."""
-        rows = input_ids - self.ranks.rank * self.num_rows
-        is_elsewhere = (rows < 0) | (rows >= self.num_rows)
-        x = self.embedding(rows.masked_fill(is_elsewhere, 0))
+        num_rows = self.layer.num_embeddings
+        rows = input_ids - self.ranks.rank * num_rows
+        is_elsewhere = (rows < 0) | (rows >= num_rows)
+        x = self.layer(rows.masked_fill(is_elsewhere, 0))
         return self.ranks.all_reduce(x.masked_fill(is_elsewhere.unsqueeze(-1), 0))
 
 
-class ParallelHead(nn.Module):
+class ParallelHead(Parallel):
     """Splits a head by rows, and maps rank 0's hidden states to logits, which all ranks get."""
-
-    def __init__(self, layer: nn.Linear, ranks: Ranks) -> None:
-        super().__init__()
-        self.layer, self.ranks = layer, ranks
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (R, E) to (R, vocabulary)."""
@@ -310,6 +297,8 @@ def connect(model: Any, ranks: Ranks) -> None:
     for layer in model.layers:
         layer.self_attn.o_proj = RowParallel(layer.self_attn.o_proj, ranks)
         layer.mlp.down_proj = RowParallel(layer.mlp.down_proj, ranks)
+        if ranks.rank:  # rank 0 adds the biases
+            layer.self_attn.o_proj.layer.bias = layer.mlp.down_proj.layer.bias = None
     model.lm_head = ParallelHead(model.lm_head, ranks)
 
 
@@ -405,10 +394,7 @@ Start = Callable[[Opened, Callable[[], object], Ranks], Started]
 
 
 def serve(rank: int, start: Start, opened: Opened, port: int, num_threads: int | None) -> None:
-    """Serve as a rank of an engine until rank 0 closes. Each process of `Workers` runs this.
-
-    The port is that of rank 0's store, on the loopback interface.
-    """
+    """Serve as a rank of an engine until rank 0 closes. Each process of `Workers` runs this."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.add("ready", 1)
     shard, device = _shard_of(opened, rank), opened.config.resolve_device()
@@ -426,11 +412,8 @@ def start_ranks(start: Start, opened: Opened, before_forward: Callable[[], objec
     """Start all ranks, and return rank 0's runner. Only rank 0's calls `before_forward`.
 
     The other ranks are processes started here on this host or, under torchrun, the processes that it started.
-    Under torchrun only rank 0 returns. The others serve until rank 0 closes, and then raise SystemExit.
-
-    Raises:
-        ValueError: the model cannot be divided among this many ranks, or there are not enough of them.
-        EngineDeadError: a rank could not be started, or ended meanwhile. The message includes its traceback.
+    Under torchrun only rank 0 returns. The others serve until rank 0 closes, and then raise SystemExit. The
+    message of an EngineDeadError includes the traceback of the rank that ended.
     """
     config, checkpoint, _ = opened
     size = config.tensor_parallel_size

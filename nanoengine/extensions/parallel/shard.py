@@ -10,11 +10,7 @@ from nanoengine.checkpoints.decoder_config import DecoderConfig
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Describes one rank's part of a decoder.
-
-    Raises:
-        ValueError: the heads cannot be divided evenly among the ranks.
-    """
+    """Describes one rank's part of a decoder, whose heads must divide evenly among the ranks."""
 
     whole: DecoderConfig
     rank: int
@@ -24,10 +20,8 @@ class Shard:
         """Check that every rank gets the same number of heads."""
         num_heads, num_kv_heads = self.whole.num_heads, self.whole.num_kv_heads
         if num_heads % self.size or (num_kv_heads % self.size and self.size % num_kv_heads):
-            raise ValueError(
-                f"{num_heads} attention heads and {num_kv_heads} key/value heads cannot be divided evenly by "
-                f"tensor_parallel_size={self.size}"
-            )
+            heads = f"{num_heads} attention heads and {num_kv_heads} key/value heads"
+            raise ValueError(f"{heads} cannot be divided evenly by tensor_parallel_size={self.size}")
 
     @property
     def config(self) -> DecoderConfig:

@@ -50,15 +50,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles the structured outputs of requests, and caches the most recently used grammars. Thread-safe.
-
-    Args:
-        tokenizer: the model's transformers tokenizer.
-        vocab_size: the width of the model's logits.
-
-    Raises:
-        ValueError: llguidance is not installed, or does not support the tokenizer.
-    """
+    """Compiles requests' structured outputs, and caches the most recently used grammars. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         try:
@@ -76,12 +68,8 @@ class Grammars:
         backend.add_special_tokens([END])
         self.end_id = cast(int, backend.token_to_id(END))
         num_tokens = max(vocab_size, self.end_id + 1)
-        settings: dict[str, Any] = {
-            "tokenizer": backend.to_str(),
-            "num_tokens": num_tokens,
-            "end_id": self.end_id,
-        }
-        self.compiler, self.trials = Compiler(**settings), Trials(**settings)
+        settings = backend.to_str(), num_tokens, self.end_id
+        self.compiler, self.trials = Compiler(*settings), Trials(*settings)
         num_threads = torch.get_num_threads()
         self.threads = mask_threads(max(1, num_threads - 1), niceness=0)
         self.slow_threads = mask_threads(max(1, num_threads // 2), niceness=10)
@@ -93,9 +81,7 @@ class Grammars:
     def compile(self, asked: StructuredOutputsParams) -> Callable[[], "Constraint"]:
         """Compile a grammar, and return a function that makes a constraint for each sample of a request.
 
-        Raises:
-            ValueError: the grammar is invalid or too large, no finite text conforms to it, or parts of it
-                would not be enforced.
+        ValueError: it is invalid or too large, or no finite text conforms to it, or parts cannot be enforced.
         """
         try:
             grammar = self._cached(json.dumps(asdict(asked)))
@@ -123,9 +109,8 @@ class Grammars:
                 masks[place] = mask
                 continue
             if not constraint.catch_up(row.output_ids):
-                constraint.failure = (
-                    f"the grammar does not go on: {constraint.matcher.get_error() or 'a draft'}"
-                )
+                cause = constraint.matcher.get_error() or "a draft"
+                constraint.failure = f"the grammar does not go on: {cause}"
                 continue
             last = items[more[-1]][1] if more else row
             jobs.append((constraint, place, list(last.token_ids[row.position : last.position])))
@@ -143,14 +128,9 @@ class Grammars:
         return masks
 
     def let_end(self, masks: NDArray[np.uint32], stop_ids: Sequence[frozenset[int]]) -> list[tuple[int, int]]:
-        """Set the bits of stop tokens in rows whose grammar may end, and clear them elsewhere, in place.
+        """Set the bits of each row's stop tokens where its grammar may end, and clear the others, in place.
 
-        Args:
-            masks: (rows, words).
-            stop_ids: the tokens that end each row's sequence.
-
-        Returns:
-            (row, stop token) pairs of the rows where the grammar has to end.
+        Return (row, stop token) pairs of the rows where the grammar has to end.
         """
         word, bit = divmod(self.end_id, 32)
         may_end = (masks[:, word] >> np.uint32(bit) & np.uint32(1)).tolist()
@@ -174,7 +154,7 @@ class Grammars:
             self._biases = upload(BIASES, logits.device).to(logits.dtype)
         return self._biases
 
-    def _compile(self, asked: str) -> "Grammar":
+    def _compile(self, asked: str) -> Grammar:
         """Try StructuredOutputsParams, given as JSON, in another process, then compile them here."""
         tried = self.trials.run(json.loads(asked))
         matcher = self.compiler.matcher(tried.grammar)
@@ -189,8 +169,6 @@ class Grammars:
         """Return the mask of the tokens that may come next, (words,)."""
         return np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self.num_words]
 
-
-# ---- A constraint of one sample ------------------------------------------------------------------
 
 # Value of a mask's byte -> what is added to the logits of its eight tokens, the lowest bit first: (256, 8).
 BIASES = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0, -np.inf).astype(np.float32)
@@ -225,14 +203,11 @@ class Constraint:
     def compute_ahead(self, output_ids: list[int]) -> Future[Any]:
         """Return the future of the mask after these tokens. A thread outside the steps computes it."""
         if self.ahead is None or self.ahead[0] != len(output_ids):
-            job = self.grammars.slow_threads.submit(self._mask_after, output_ids)
-            self.ahead = len(output_ids), job
+            self.ahead = len(output_ids), self.grammars.slow_threads.submit(self._mask_after, output_ids)
         return self.ahead[1]
 
     def _mask_after(self, output_ids: list[int]) -> NDArray[np.uint32] | None:
-        if not self.catch_up(output_ids):
-            return None
-        return self.grammars.mask_of(self.matcher)
+        return self.grammars.mask_of(self.matcher) if self.catch_up(output_ids) else None
 
     def known_mask(self, output_ids: Sequence[int]) -> NDArray[np.uint32] | None:
         """Return the mask after these tokens if it is the first or computed by a thread, else None."""
@@ -290,12 +265,10 @@ def mask_threads(num: int, niceness: int) -> ThreadPoolExecutor:
 
 
 def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDArray[np.uint32]) -> None:
-    """Fill rows of masks, (rows, words), and record which grammars are slow.
+    """Fill rows of masks, (rows, words), in place, and record which grammars are slow.
 
-    Args:
-        jobs: constraints whose matchers have consumed the output, each with its first row and its draft
-            tokens. The draft tokens use the rows after the first.
-        masks: filled in place. Rows after a draft token that does not conform stay 0.
+    A job is a constraint whose matcher has consumed the output, its first row, and its draft tokens. They use
+    the rows after it. Rows after a draft token that does not conform stay 0.
     """
     num_bytes = masks.strides[0]
     for constraint, place, drafts in jobs:
@@ -310,9 +283,6 @@ def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDAr
             num_taken += 1
         if num_taken:
             matcher.rollback(num_taken)
-
-
-# ---- Sequences that wait for their masks ---------------------------------------------------------
 
 
 def wait_for_mask(seqs: Iterable[engine.Sequence]) -> None:
@@ -330,12 +300,7 @@ def late_mask(seq: engine.Sequence) -> Future[Any] | None:
 
 
 class GrammarProposer:
-    """Proposes draft tokens that conform to a grammar: tokens it forces, else those of another proposer.
-
-    Args:
-        propose: the other proposer, also used for samples without a grammar.
-        max_drafts: limit on the draft tokens per sequence and step.
-    """
+    """Proposes draft tokens that conform to a grammar: tokens it forces, else those of another proposer."""
 
     def __init__(self, propose: Callable[[Any, int], list[int]], max_drafts: int) -> None:
         self.propose, self.max_drafts = propose, max_drafts

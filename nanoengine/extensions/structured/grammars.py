@@ -47,9 +47,7 @@ LIMITS: dict[str, Any] = {
 }
 MAX_SECONDS = 3  # processor time of a trial
 MAX_BYTES = 256 << 20  # memory of a trial, in addition to the tokenizer
-SLOW_SECONDS = (
-    0.01  # processor time of one mask: slower ones are computed ahead, see structured/constraints.py
-)
+SLOW_SECONDS = 0.01  # processor time of one mask: constraints.py computes slower ones ahead
 NUM_TRIED = 64  # output tokens that a trial follows the grammar for
 # The default between JSON tokens: a space, or a newline and an indentation. Without a limit on whitespace, as
 # in vLLM, many models never stop indenting.
@@ -68,12 +66,9 @@ class Tried:
 
 
 class Compiler:
-    """Turns structured outputs into grammars, for one tokenizer.
+    """Turns structured outputs into grammars, for one tokenizer, in the JSON of the `tokenizers` library.
 
-    Args:
-        tokenizer: the tokenizer in the JSON format of the `tokenizers` library.
-        num_tokens: number of tokens that a mask covers.
-        end_id: the token that stands for every token that ends a sequence.
+    A mask covers num_tokens. The token end_id stands for every token that ends a sequence.
     """
 
     def __init__(self, tokenizer: str, num_tokens: int, end_id: int) -> None:
@@ -125,12 +120,7 @@ class Compiler:
         return self.llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
 
     def compile(self, asked: StructuredOutputsParams) -> Tried:
-        """Check a structured output, compile it, and follow it for some tokens.
-
-        Raises:
-            ValueError: the grammar is invalid or too large, no finite text conforms to it, or parts of it
-                would not be enforced.
-        """
+        """Check a structured output, compile it, and follow it for some tokens, or raise ValueError."""
         grammar = self._grammar_of(asked)
         if asked.preamble is not None:
             # Try the grammar alone first: a trial that starts in the preamble may never reach it.
@@ -147,11 +137,7 @@ class Compiler:
         return Tried(grammar, takes_back, is_slow)
 
     def _try_out(self, matcher: Any) -> tuple[str, bool, bool]:
-        """Follow the grammar for the first tokens of an output.
-
-        Returns:
-            An error message or "", whether the matcher can be rolled back, and whether masks are slow.
-        """
+        """Return an error or "", whether the matcher can be rolled back, and whether masks are slow."""
         trial, slowest = matcher.deep_copy(), 0.0
         for _ in range(NUM_TRIED if not matcher.is_error() else 0):
             start = time.thread_time()
@@ -169,8 +155,7 @@ class Compiler:
         """Return the grammar in llguidance's format."""
         matcher = self.llguidance.LLMatcher
         if asked.json is not None or asked.json_object:
-            schema, style = self._schema_of(asked)
-            return str(matcher.grammar_from_json_schema(schema, style))
+            return str(matcher.grammar_from_json_schema(*self._schema_of(asked)))
         if asked.regex is not None:
             return str(matcher.grammar_from_regex(asked.regex))
         if asked.choice is not None:  # one terminal, of which llguidance makes a trie
@@ -212,9 +197,8 @@ class Compiler:
         tag = json.loads(given) if isinstance(given, str) else given
         if not (isinstance(tag, dict) and isinstance(tag.get("structures"), list) and tag["structures"]):
             raise ValueError('structural_tag must hold "structures" and "triggers"')
-        triggers = tag.get("triggers")
-        triggers = triggers if isinstance(triggers, list) else []
-        triggers = [text for text in triggers if isinstance(text, str) and text]
+        named: Any = tag.get("triggers")
+        triggers = [x for x in named if isinstance(x, str) and x] if isinstance(named, list) else []
         rules = []
         for i, one in enumerate(tag["structures"]):
             match one:
@@ -257,13 +241,9 @@ def with_preamble(preamble: str, grammar: str) -> str:
 
 
 class Trials:
-    """Runs trials in another process, several at a time. Thread-safe.
+    """Runs trials in another process that has a `Compiler` of these arguments. Thread-safe."""
 
-    Args:
-        settings: the arguments of the other process's `Compiler`.
-    """
-
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *settings: Any) -> None:
         self.settings = settings
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -273,7 +253,7 @@ class Trials:
         """Try a structured output, given as the fields of StructuredOutputsParams, in a new worker process.
 
         Raises:
-            ValueError: `Compiler.compile` raised it, or compiling takes too much processor time or memory.
+            ValueError: `Compiler.compile` raised it, or a limit ended the worker.
             RuntimeError: the trial failed for another reason.
         """
         with self._lock:
@@ -301,7 +281,7 @@ class Trials:
                 env={**os.environ, "PYTHONPATH": paths},
                 start_new_session=True,  # Ctrl-C goes to the engine only
             )
-        weakref.finalize(self, end, process, self._control)
+        weakref.finalize(self, _end, process, self._control)
         self._ask(self.settings)
         return process
 
@@ -319,9 +299,8 @@ class Trials:
                 return b""
 
 
-def end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """End the trial process, which exits when its socket is closed."""
-    control.close()
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()  # which ends the process
     process.wait()
 
 
@@ -351,7 +330,7 @@ def main() -> None:
     while handles := socket.recv_fds(control, 1, 1)[1]:
         with socket.socket(fileno=handles[0]) as peer:
             if compiler is None:
-                compiler = Compiler(**json.loads(received(peer)))
+                compiler = Compiler(*json.loads(received(peer)))
             elif os.fork() == 0:
                 control.close()
                 peer.sendall(json.dumps(attempt(compiler, **json.loads(received(peer)))).encode())
