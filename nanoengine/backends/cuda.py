@@ -59,8 +59,8 @@ def try_out(
 ) -> str | None:
     """Run a backend on that device. Return why it cannot compute such layers there, or None if it can.
 
-    All values are one, so all results must be one. The backend may use different kernels for prompts, chunks
-    mixed with decodes, and decodes alone. The block tables are wide enough for split keys.
+    All values are one, so all results must be one. Prompts, chunks mixed with decodes, and decodes alone may
+    use different kernels. The block tables are wide enough for split keys.
     """
     int32 = functools.partial(torch.tensor, dtype=torch.int32, device=device)
     width = -(-4096 // block_size)
@@ -104,9 +104,6 @@ def try_out(
     return None
 
 
-# ---- Transfers -----------------------------------------------------------------------------------
-
-
 class PinnedDownload(Download):
     """Copies a tensor to pinned host memory asynchronously. An event marks the end of the copy."""
 
@@ -124,9 +121,8 @@ class PinnedDownload(Download):
 
 
 class Staging:
-    """Carries a step's arrays to the device in one copy that the host does not wait for.
+    """Carries a step's arrays to the device, side by side, in one copy that the host does not wait for.
 
-    The arrays are laid out side by side in pinned memory, and copied to device memory with the same layout.
     Arrays of the same shapes arrive at the same addresses, where a captured graph reads them.
     """
 
@@ -160,9 +156,6 @@ class Staging:
             tensors.append(self._device[start:end].view(dtype).view(array.shape))
             start = -(-end // 8) * 8
         return places, tensors, start
-
-
-# ---- Fusion --------------------------------------------------------------------------------------
 
 
 def fusion_obstacle(device: torch.device) -> str | None:
@@ -207,11 +200,7 @@ class GraphRecorder:
         self._pool: Any = None
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run a function eagerly, then capture it. Return a function that replays the capture.
-
-        Raises:
-            RuntimeError: the function cannot be captured.
-        """
+        """Run a function eagerly, then capture it, or raise RuntimeError. Return what replays the capture."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):  # one-time setup must not be captured
@@ -266,8 +255,7 @@ def pad_decodes(
     """Pad a batch of decodes to the shapes of a graph: num_seqs sequences, block tables of table_width.
 
     Each padding sequence is a token at position 0 of the null block, and none of its rows is sampled. The
-    maximum lengths are those of the capture, because the kernels were chosen then: max_seq_len is the number
-    of tokens that a block table holds, and the keys are read from cache blocks.
+    maximum lengths are those of the capture, because the kernels were chosen then.
     """
     metadata = inputs.metadata
     missing = num_seqs - len(metadata.seq_lens)
@@ -297,10 +285,9 @@ def pad_decodes(
 class DecodeGraphs(Forward):
     """Captures decode steps for a ladder of batch sizes, and replays each with a single launch.
 
-    With block tables of a fixed width, the number of sequences determines the shapes of a batch of decodes.
-    So `pad` pads a batch to the next size of the ladder and to the next captured width. `send` puts arrays of
-    the same shapes at the same addresses, where the graph reads its inputs. All graphs write their hidden
-    states to the same memory. Prompts, mixed batches and larger batches run eagerly.
+    `pad` pads a batch to the next size of the ladder and to the next captured width of the block tables.
+    `send` puts arrays of the same shapes at the same addresses, where the graph reads its inputs. All graphs
+    write their hidden states to the same memory. Prompts, mixed batches and larger batches run eagerly.
     """
 
     def __init__(
@@ -327,10 +314,7 @@ class DecodeGraphs(Forward):
         self.remark = f", {len(self.replays)} graphs ({time.perf_counter() - start:.1f} s)"
 
     def shape_for(self, inputs: ModelInputs[Any]) -> tuple[int, int] | None:
-        """Return size and width of the smallest graph that holds the batch.
-
-        Returns None if the batch is too large, or does not consist of decodes only.
-        """
+        """Return size and width of the smallest graph for the batch; None: too large, or not only decodes."""
         *_, num_seqs, width = inputs.metadata.block_tables.shape
         if len(inputs.input_ids) != num_seqs or num_seqs > self.sizes[-1]:
             return None
@@ -353,9 +337,6 @@ class DecodeGraphs(Forward):
         self.replays[shape]()
         assert self.hidden is not None
         return self.hidden[: shape[0]]
-
-
-# ---- All of it together --------------------------------------------------------------------------
 
 
 class CUDA(Device):
@@ -411,10 +392,7 @@ class CUDA(Device):
         return TritonAttention, FlashAttention, TorchAttention
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return float16 instead of bfloat16 on GPUs before Ampere, unless the user chose the dtype.
-
-        Those GPUs have no attention kernel for bfloat16: all scores would be materialized.
-        """
+        """Return float16 instead of bfloat16 on GPUs before Ampere, unless the user chose the dtype."""
         if dtype != torch.bfloat16 or self.config.dtype != "auto" or self.capability >= (8, 0):
             return dtype
         self.notes.append("float16 instead of bfloat16, which this GPU does not support")
@@ -517,9 +495,8 @@ class CUDA(Device):
             except RuntimeError:
                 # Before 2.13, PyTorch treats a failed capture as still running forever.
                 # https://github.com/pytorch/pytorch/pull/180395
-                raise ValueError(
-                    f"decode steps cannot be captured ({reason}); set enforce_eager=True"
-                ) from error
+                message = f"decode steps cannot be captured ({reason}); set enforce_eager=True"
+                raise ValueError(message) from error
             # An error that also occurs without a graph is raised.
             decodes.compute(send_inputs(decodes.inputs, self.send))
             return Forward(f", no graphs ({reason})")
@@ -533,10 +510,7 @@ class CUDA(Device):
         return free_bytes, torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
 
     def free_bytes(self, trial: Trial) -> int:
-        """Return what gpu_memory_utilization leaves after the weights, the largest steps and the graphs.
-
-        Only what this engine takes is subtracted, not what other engines and processes hold.
-        """
+        """Return what gpu_memory_utilization leaves after what this engine takes, and no other process."""
         free_before, allocated_before, held_before = self.before
         _, total_bytes = torch.cuda.mem_get_info(self.device)
         share = self.config.gpu_memory_utilization

@@ -4,7 +4,7 @@ The subclasses `cpu_device.CPU` and `cuda.CUDA` override what can be faster ther
 has to distinguish processors.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -130,21 +130,19 @@ class Device:
         self.bits = {"int4": 4, "int8": 8}.get(config.quantization or "", 0)  # to which it rounds weights
         if self.bits and not self.rounds_weights:
             raise ValueError(f"quantization={config.quantization!r} needs kernels, which {device.type} lacks")
-        if config.activations == "int8" and not self.rounds_activations:
-            raise ValueError(f"activations='int8' is supported on a CPU only, not on {device.type}")
-        if config.batch_invariant and not self.has_exact_kernels:
-            raise ValueError(f"batch_invariant=True is supported on a CPU only, not on {device.type}")
-        if config.kv_cache_dtype == "int8" and not self.rounds_cache:
-            raise ValueError(f"kv_cache_dtype='int8' is supported on a CPU only, not on {device.type}")
+        for setting, is_possible in {
+            "activations='int8'": config.activations != "int8" or self.rounds_activations,
+            "batch_invariant=True": not config.batch_invariant or self.has_exact_kernels,
+            "kv_cache_dtype='int8'": config.kv_cache_dtype != "int8" or self.rounds_cache,
+        }.items():
+            if not is_possible:
+                raise ValueError(f"{setting} is supported on a CPU only, not on {device.type}")
         self.device = device
         self.config = config
         self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype to compute in if the config or the checkpoint asks for this one.
-
-        It is float32 if "auto" stands for a dtype that PyTorch would emulate on this CPU.
-        """
+        """Return the dtype to compute in, for that one: float32 if PyTorch would emulate it on this CPU."""
         if self.config.dtype != "auto" or dtype == torch.float32:
             return dtype
         if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
@@ -168,10 +166,7 @@ class Device:
         return [torch.from_numpy(array) for array in arrays]
 
     def reserve(self, max_num_tokens: int, max_num_seqs: int, num_groups: int, table_width: int) -> None:
-        """Make room for the arrays of the largest step that `send` will get.
-
-        A block table has at most table_width entries.
-        """
+        """Make room for the arrays of the largest step that `send` will get."""
 
     def download(self, tensor: Tensor) -> Download:
         """Start copying a tensor to the host."""
@@ -182,15 +177,12 @@ class Device:
         return Forward()
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
-        """Return the fastest backend that can compute layers with these specs and settings.
-
-        Raises:
-            ValueError: the backend chosen by attn_backend cannot.
-        """
-        asked, notes = self.config.attn_backend, list[str]()
-        backends: Iterable[type[PagedAttention]] = self.backends
+        """Return the fastest backend that can compute such layers. ValueError: the one asked for cannot."""
+        asked, notes, backends = self.config.attn_backend, list[str](), self.backends
         if self.config.kv_cache_dtype == "int8":
-            backends = map(_with_int8_cache, backends)
+            from nanoengine.backends.int8_cache import Int8Attention
+
+            backends = tuple(Int8Attention if one is TorchAttention else one for one in backends)
             settings |= {"an int8 cache"}
         for backend in backends:
             if asked not in ("auto", backend.name):
@@ -212,21 +204,14 @@ class Device:
         return backend.obstacle(specs, settings)
 
     def count_blocks(self, block_bytes: int, max_blocks: int, cache_bytes: int) -> int:
-        """Return the number of KV cache blocks: num_kv_blocks if set, otherwise as many as fit.
+        """Return the number of KV cache blocks: num_kv_blocks if set, else as many as fit, or ValueError.
 
-        Args:
-            block_bytes: size of one block.
-            max_blocks: enough for every sequence at its longest. More would only enlarge the prefix cache.
-            cache_bytes: size of the whole cache.
-
-        Raises:
-            ValueError: two blocks do not fit. One of them is the null block.
+        max_blocks are enough for every sequence at its longest. More would only enlarge the prefix cache.
         """
-        config = self.config
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
-        num_blocks, remedy = cache_bytes // block_bytes - 1, "raise kv_cache_bytes"
-        if config.kv_cache_bytes is None:
+        if self.config.num_kv_blocks is not None:
+            return self.config.num_kv_blocks
+        num_blocks, remedy = cache_bytes // block_bytes - 1, "raise kv_cache_bytes"  # one is the null block
+        if self.config.kv_cache_bytes is None:
             num_blocks, remedy = min(num_blocks, max_blocks), self.more_memory
         if num_blocks < 1:
             raise ValueError(f"no room for the KV cache: one block takes {block_bytes} bytes; {remedy}")
@@ -248,12 +233,3 @@ class Device:
 
     def release(self) -> None:
         """Return memory to the system. Called after the tensors are deleted."""
-
-
-def _with_int8_cache(backend: type[PagedAttention]) -> type[PagedAttention]:
-    """Return the backend for an int8 cache. The compiled kernels read both."""
-    if backend is TorchAttention:
-        from nanoengine.backends.int8_cache import Int8Attention
-
-        return Int8Attention
-    return backend

@@ -18,11 +18,9 @@ Metadata = AttentionMetadata[Tensor]
 def split_decodes(meta: Metadata) -> tuple[Metadata, Metadata] | None:
     """Split a batch into its leading decodes and the chunks that follow.
 
-    Returns None if the batch has only one of the two, or if no sequence has cached tokens.
-
-    A single call would give each decode a grid as deep as the longest chunk needs, nearly all of it idle, and
-    would not group a decode's query heads. Decodes come first: without priorities, a sequence with prompt
-    tokens left to compute arrived after all decoding sequences.
+    Returns None if the batch has only one of the two, or if no sequence has cached tokens. A single call
+    would give each decode a grid as deep as the longest chunk needs, nearly all of it idle, and would not
+    group a decode's query heads.
     """
     num = meta.num_leading_decodes
     if not meta.has_cached_tokens or not 0 < num < len(meta.seq_lens):
@@ -62,10 +60,8 @@ class FlashKernels(PagedAttention):
             if dtype not in cls.dtypes:
                 return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
             if k_head_dim != v_head_dim or k_head_dim % 8 or k_head_dim > 256:
-                return (
-                    "head_dim must be the same for K and V, a multiple of 8 and at most 256, "
-                    f"not {k_head_dim} and {v_head_dim}"
-                )
+                limits = "the same for K and V, a multiple of 8 and at most 256"
+                return f"head_dim must be {limits}, not {k_head_dim} and {v_head_dim}"
         if missing := settings - cls.settings:
             return f"it does not support {', '.join(sorted(missing))}"
         return None  # whether the kernels exist is found out by trying them
@@ -114,10 +110,8 @@ class FlashAttention(FlashKernels):
         }
         out: Tensor
         if meta.max_query_len == 1:
-            queries = q.unsqueeze(1)
-            out = flash_attn.flash_attn_with_kvcache(
-                queries, cache.k, cache.v, cache_seqlens=meta.seq_lens, **how
-            )
+            how["cache_seqlens"] = meta.seq_lens
+            out = flash_attn.flash_attn_with_kvcache(q.unsqueeze(1), cache.k, cache.v, **how)
             return out.squeeze(1)
         if meta.has_cached_tokens or k is cache.k:
             k, v = cache.k, cache.v

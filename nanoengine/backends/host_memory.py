@@ -15,11 +15,10 @@ from torch import Tensor
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep up to 1 GiB of freed memory instead of returning it to the system.
+    """Make the C library keep up to 1 GiB of freed memory, in the whole process: glibc's `mallopt(3)`.
 
     Every step allocates the same tens of MB again. If that memory came from the system, each page would cost
-    a page fault, which takes longer than the work done in the page. The setting applies to the whole process,
-    and exists in glibc only (`mallopt(3)`).
+    a page fault, which takes longer than the work done in the page.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -42,10 +41,7 @@ ROOT = Path("/")
 
 
 def cgroup_folders(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the folder of the process's cgroup and of each of its ancestors, whose limits apply too.
-
-    Each comes with the version of its cgroups, 1 or 2.
-    """
+    """Yield version, 1 or 2, and folder of the process's cgroup and of its ancestors, whose limits apply."""
     memberships = root / "proc/self/cgroup"
     for line in memberships.read_text().splitlines() if memberships.is_file() else ():
         number, controllers, path = line.split(":", 2)
@@ -106,14 +102,11 @@ LARGE_PAGE = 2 << 20  # bytes
 
 
 def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-    """Allocate zeros. On a CPU they are in large pages as far as Linux provides them, else in small pages.
+    """Allocate zeros, or raise RuntimeError. On a CPU they are in large pages as far as Linux provides them.
 
     Memory that each step reads from end to end needs an address translation every 2 MiB, not every 4 KiB.
-    The pages of an anonymous mapping are zeros without being written. A page takes memory, and the time to
-    clear it, when it is first written to. So allocating a KV cache of 4 GiB takes almost no time.
-
-    Raises:
-        RuntimeError: there is not enough memory.
+    A page of an anonymous mapping takes memory, and the time to clear it, when it is first written to. So
+    allocating a KV cache of 4 GiB takes almost no time.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or size < LARGE_PAGE:

@@ -96,13 +96,7 @@ def block_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup], block_size: 
 def new_caches(
     specs: Sequence[KVSpec], groups: Sequence[KVGroup], num_blocks: int, block_size: int, device: torch.device
 ) -> list[KVCache]:
-    """Allocate one cache per layer, of num_blocks blocks and the null block.
-
-    The i-th layers of all groups share the same memory.
-
-    Raises:
-        ValueError: there is not enough memory.
-    """
+    """Allocate one cache per layer, of num_blocks blocks and the null block, or raise ValueError."""
     try:
         largest = max(groups, key=lambda group: len(group.layers))
         memory = [KVCache.zeros(specs[layer], num_blocks + 1, block_size, device) for layer in largest.layers]
@@ -111,7 +105,7 @@ def new_caches(
             f"too little memory for a KV cache of {num_blocks} blocks of {block_size} tokens; "
             "lower num_kv_blocks or kv_cache_bytes"
         ) from error
-    caches = {
+    caches = {  # the i-th layers of all groups share the same memory
         layer: KVCache(cache.k, cache.v, index)
         for index, group in enumerate(groups)
         for layer, cache in zip(group.layers, memory, strict=False)

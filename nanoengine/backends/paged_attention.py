@@ -30,11 +30,11 @@ class Settings(NamedTuple):
     """Holds a layer's attention settings: the keyword arguments of `PagedAttention.__call__`."""
 
     scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None = None
-    out: Tensor | None = None
+    window: int | None = None  # how many positions a token sees, including its own; None: all
+    softcap: float | None = None  # a tanh bounds the scores to (-softcap, softcap); None: no bound (Gemma 2)
+    sinks: Tensor | None = None  # (H,), a score per head that joins the softmax but has no value (gpt-oss)
+    alibi_slopes: Tensor | None = None  # (H,) float32; slope * distance is subtracted from each score (Bloom)
+    out: Tensor | None = None  # memory that the result may be written to
 
     def for_heads(self, *shape: int) -> "Settings":
         """Return a copy with the per-head tensors viewed in the given shape."""
@@ -83,8 +83,7 @@ class QueryChunk:
 class PagedAttention(ABC):
     """Computes causal attention over the paged cache for one step.
 
-    It is built once per step from the metadata and called once per layer. Everything that does not depend on
-    the layer (grouping, gather indices, masks) is prepared once.
+    It is built once per step, which prepares what does not depend on the layer, and called once per layer.
     Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
 
@@ -104,42 +103,20 @@ class PagedAttention(ABC):
         """Return why the backend cannot compute layers with these specs and settings, or None if it can."""
         return None
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: KVCache,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, **settings: Any) -> Tensor:
         """Write k and v into their slots, then attend from each token to its sequence's tokens so far.
 
-        The whole batch is written before anything is read, so a sequence may attend to blocks that
-        another sequence fills in the same step.
-
-        Shapes:
-            q (T, H, D); k (T, K, D); v (T, K, D'), H a multiple of K. If k and v are the cache's own tensors,
-                they are already written (`place_for`).
-            window: how many positions a token sees, including its own; None: all.
-            softcap: a tanh bounds the scores to (-softcap, softcap); None: no bound (Gemma 2).
-            sinks: (H,), one extra score per head that joins the softmax but has no value (gpt-oss).
-            alibi_slopes: (H,) float32; slope * distance is subtracted from each score (Bloom).
-            out: memory that the result may be written to.
-
-        Returns:
-            (T, H, D'), dtype of q.
+        The whole batch is written before anything is read, so a sequence may attend to blocks that another
+        sequence fills in the same step. q is (T, H, D), k (T, K, D), and v (T, K, D'), H a multiple of K. If
+        k and v are the cache's own tensors, they are already written (`place_for`). The settings are those of
+        `Settings`. The result is (T, H, D'), with q's dtype.
         """
         if k is not cache.k:
             self._write(k, v, cache)
-        sinks = None if sinks is None else sinks.float()
-        settings = Settings(scale, window, softcap, sinks, alibi_slopes, out)
-        return self._attend(q.contiguous(), k, v, cache, settings)
+        layer = Settings(**settings)
+        if layer.sinks is not None:
+            layer = layer._replace(sinks=layer.sinks.float())
+        return self._attend(q.contiguous(), k, v, cache, layer)
 
     def place_for(self, q: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
         """Return memory for the queries and the slots of K and V, if a kernel may write all three."""
@@ -279,16 +256,11 @@ def whole_rows(x: Tensor) -> Tensor:
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: _Mask | None, settings: Settings) -> Tensor:
-    """Attend from (.., .., queries, D) to (.., .., L, D). Without a mask the attention is causal.
-
-    The tensors of `settings` broadcast to the scores.
-    """
+    """Attend from (.., .., queries, D) to (.., .., L, D). Without a mask the attention is causal."""
     sinks, slopes = settings.sinks, settings.alibi_slopes
     if settings.softcap is None and sinks is None and slopes is None:
         visible = None if mask is None else mask.visible
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=mask is None, scale=settings.scale
-        )
+        return F.scaled_dot_product_attention(q, k, v, visible, 0.0, mask is None, scale=settings.scale)
     assert mask is not None
     # SDPA supports none of these settings. Process a slice of the queries at a time to keep the scores small.
     slice_length = max(1, SCORES_PER_SLICE // (q.shape[0] * q.shape[1] * k.shape[2]))

@@ -44,12 +44,9 @@ def pad_tokens(inputs: ModelInputs[np.ndarray], num_tokens: int) -> ModelInputs[
         return np.concatenate((values, np.zeros((*values.shape[:-1], missing), values.dtype)), -1)
 
     # All keys are read from the cache, where the padding's are not.
-    metadata = inputs.metadata._replace(
-        slot_mapping=pad(inputs.metadata.slot_mapping), has_cached_tokens=True
-    )
-    return inputs._replace(
-        input_ids=pad(inputs.input_ids), positions=pad(inputs.positions), metadata=metadata
-    )
+    slots, ids, positions = map(pad, (inputs.metadata.slot_mapping, inputs.input_ids, inputs.positions))
+    metadata = inputs.metadata._replace(slot_mapping=slots, has_cached_tokens=True)
+    return inputs._replace(input_ids=ids, positions=positions, metadata=metadata)
 
 
 class Recorder:
@@ -115,9 +112,8 @@ class Cut:
         """Return the memory that attention will have written to."""
         held = [q]
         if k is not cache.k:  # a model whose kernels do not know about places
-            held = [
-                self.memory(name, x, x.shape[2]).copy_(x) for name, x in zip("qkv", (q, k, v), strict=True)
-            ]
+            pairs = zip("qkv", (q, k, v), strict=True)
+            held = [self.memory(name, x, x.shape[2]).copy_(x) for name, x in pairs]
         out = self.memory("out", q, v.shape[-1])
         if self.recorder is not None:
             self.steps.append(Step(self.recorder.end(), (out, *held), cache, settings))

@@ -57,10 +57,7 @@ class Quantized(NamedTuple):
 
     @staticmethod
     def cat(parts: Sequence["Quantized"]) -> "Quantized":
-        """Concatenate the outputs of several layers.
-
-        The result has the largest number of bits among them, and a group size that divides all of theirs.
-        """
+        """Concatenate the outputs of several layers, with the most bits of any, in groups that fit all."""
         group = math.gcd(*(part.group for part in parts))
         parts = [part.regrouped(group) for part in parts]
         zeros = None
@@ -92,6 +89,14 @@ class Quantized(NamedTuple):
 Pack = Callable[[Quantized, Tensor | None, torch.dtype], nn.Module | None]
 
 
+class Target(NamedTuple):
+    """Says where a model's weights go, and in which form."""
+
+    dtype: torch.dtype
+    device: torch.device
+    pack: Pack | None  # None: quantized weights are dequantized
+
+
 def grouped(num_inputs: int, limit: int = GROUPS[0]) -> int | None:
     """Return the largest group size, at most `limit`, that divides num_inputs; None: there is none."""
     return next((group for group in GROUPS if group <= limit and num_inputs % group == 0), None)
@@ -100,18 +105,15 @@ def grouped(num_inputs: int, limit: int = GROUPS[0]) -> int | None:
 def quantize(weight: Tensor, bits: int) -> Quantized:
     """Quantize a weight (N, I) to 8 bits in groups of 128, or to 4 bits in groups of 32.
 
-    Groups are smaller if I is not a multiple of that size. With 4 bits, several scales are tried for each
-    group, and the one with the least squared error is used: both signs, because there is one more negative
-    integer than positive ones, and some scales that clip the largest weight.
+    Groups are smaller if I, a multiple of 16, is not a multiple of that size. With 4 bits, several scales are
+    tried for each group, and the one with the least squared error is used: both signs, because there is one
+    more negative integer than positive ones, and some scales that clip the largest weight.
 
     >>> weight = torch.tensor([[0.5, -1.27] + 14 * [0.0]])
     >>> quantize(weight, 8).integers[0, :3]
     tensor([  50, -127,    0], dtype=torch.int8)
     >>> quantize(weight, 4).integers[0, :3]
     tensor([ 3, -8,  0], dtype=torch.int8)
-
-    Raises:
-        ValueError: I is not a multiple of 16.
     """
     group = grouped(weight.shape[1], 128 if bits == 8 else 32)
     if group is None:
@@ -157,11 +159,7 @@ class PackedEmbedding(nn.Embedding):
 
     @classmethod
     def of(cls, embedding: nn.Embedding, head: Any) -> nn.Embedding:
-        """Return a copy of an embedding that reads from a head with a method `rows`, like a `PackedLinear`.
-
-        Keeps what the embedding's class adds, such as Gemma's scale: its `super().forward` becomes that of
-        this class.
-        """
+        """Return an embedding, and what its class adds, that reads from a head with a method `rows`."""
         result: Any = copy.copy(embedding)
         kind = type(embedding)
         result.__class__ = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
@@ -171,8 +169,7 @@ class PackedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up embeddings: (..) -> (.., E)."""
-        rows: Tensor = self.head[0].rows(input)
-        return rows
+        return self.head[0].rows(input)  # type: ignore[no-any-return]
 
 
 def pack_embedding(embedding: nn.Embedding, head: Any) -> nn.Embedding:
@@ -226,11 +223,35 @@ def replace_linears(model: nn.Module, pack: Callable[[nn.Linear, int], nn.Module
     on_all_cores("packing weights", replace, range(len(linears)))
 
 
-def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> None:
-    """Quantize a model's linear layers on the device, one at a time, and move everything else there.
+def fill_quantized(
+    model: nn.Module, quantized: dict[str, list[str]], read: Callable[[str], Any], target: Target
+) -> None:
+    """Replace layers with what `pack` returns for their weights in the checkpoint, or dequantize these."""
+    (dtype, _, pack), device = target, next(model.parameters()).device
 
-    The integers are those of a CPU. A layer that `pack` refuses keeps its weight.
-    """
+    def make(path: str) -> nn.Module | nn.Parameter:
+        parts = [read(name) for name in quantized[path]]
+        if pack is not None and all(isinstance(part, Quantized) for part in parts):
+            bias: Any = getattr(model.get_submodule(path), "bias", None)
+            if (packed := pack(Quantized.cat(parts), bias, dtype)) is not None:
+                return packed
+        weight = torch.cat([floats(part, dtype) for part in parts]).to(device)
+        return nn.Parameter(weight, requires_grad=False)
+
+    paths = {tuple(names): path for path, names in reversed(quantized.items())}  # the first layer of each
+    made = dict(zip(paths, on_all_cores("packing weights", make, paths.values()), strict=True))
+    for path, names in quantized.items():
+        layer, new = model.get_submodule(path), made[tuple(names)]
+        if isinstance(new, nn.Parameter):
+            layer.weight = new
+        else:
+            model.set_submodule(
+                path, PackedEmbedding.of(layer, new) if isinstance(layer, nn.Embedding) else new
+            )
+
+
+def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> None:
+    """Quantize a model's linear layers on the device, as a CPU does, and move everything else there."""
 
     def replace(layer: nn.Linear, bits: int) -> nn.Module:
         if not bits:
@@ -248,10 +269,7 @@ def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> No
 
 
 def describe_forms(model: nn.Module, written: str | None, asked: str | None) -> str:
-    """Return a description, for the user, of the weights in a model; empty if none is quantized.
-
-    `written` is the format of the checkpoint, and `asked` the one to which other weights were rounded.
-    """
+    """Return a description, for the user, of quantized weights: as they were written, or else asked for."""
     forms = [form for module in model.modules() if (form := getattr(module, "form", None)) is not None]
     bits = " and ".join(map(str, sorted({form.bits for form in forms if form.bits})))
     if written is not None:

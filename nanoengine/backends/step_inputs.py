@@ -92,15 +92,8 @@ def send_inputs(
         ]
     )
     *sent_slots, sample_rows, pending_rows, pending_samples = others
-    metadata = AttentionMetadata(
-        *(cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping),
-        max_query_len=meta.max_query_len,
-        max_seq_len=meta.max_seq_len,
-        has_cached_tokens=meta.has_cached_tokens,
-        num_leading_decodes=meta.num_leading_decodes,
-        has_decodes=meta.has_decodes,
-        needed_rows=meta.needed_rows,
-    )
+    # What follows the arrays is known on the host.
+    metadata = AttentionMetadata(cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping, *meta[5:])
     layout = None
     if states is not None:
         decode_rows, decode_sources, decode_targets = sent_slots

@@ -19,10 +19,7 @@ def limit_threads() -> str:
     """Let PyTorch use no more threads than the CPU quota allows, unless OMP_NUM_THREADS is set.
 
     A container with a quota of one CPU sees all CPUs. Two threads use up its time in half of each period, and
-    wait for the other half: a step took twice as long as with one thread.
-
-    Returns:
-        A note for the user, or "" without such a limit.
+    wait for the other half: a step took twice as long as with one thread. Returns a note for the user, or "".
     """
     quota = cpu_quota()
     if os.environ.get("OMP_NUM_THREADS") or quota >= (os.cpu_count() or 1):

@@ -303,10 +303,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64, with one Triton kernel.
-
-    The caches are (num_blocks, B, K, D) and (num_blocks, B, K, D'). Each token's elements are contiguous.
-    """
+    """Write k (T, K, D) and v (T, K, D'), each token contiguous, to their slots, (T,) int64."""
     widths = k[0].numel(), v[0].numel()
     _write_kv_kernel[(len(k),)](
         k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), *widths, triton.next_power_of_2(max(widths))

@@ -133,10 +133,7 @@ def _weight(x, largest, divisor):  # type: ignore[no-untyped-def]
 
 @kernel
 def _pick(weights, target, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first index whose running sum exceeds `target`, and the rest of `target`.
-
-    Rounding may make the target equal to the total. The last index with a weight is then the result.
-    """
+    """Return the first index whose running sum exceeds `target`, or the last with a weight, and the rest."""
     at = tl.arange(0, SIZE)
     sums = tl.cumsum(weights, 0)
     last = tl.max(tl.where(weights > 0, at, 0), 0)
@@ -185,14 +182,14 @@ class TritonKernels:
         where = attention.place_for(q, cache)
         if where is None:
             return self.plain.norm_rotate_both(q, k, v, *of_heads)  # type: ignore[no-any-return]
-        (out, slots), (q_weight, k_weight, eps, cos, sin) = where, of_heads
+        (out, slots), (weights, eps, rope) = where, of_heads
         num_heads, (num_tokens, num_kv_heads, k_dim), v_dim = q.shape[1], k.shape, v.shape[2]
         heads = min(HEADS, triton.next_power_of_2(num_kv_heads))
         grid = num_tokens, 2 * -(-num_kv_heads // heads) + -(-num_heads // heads)
         pads = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
         strides = q.stride(0), k.stride(0), v.stride(0)
         _place_kernel[grid](
-            *(out, cache.k, cache.v, q, k, v, slots, q_weight, k_weight, cos, sin, eps, *strides),
+            *(out, cache.k, cache.v, q, k, v, slots, *weights, *rope, eps, *strides),
             *(num_heads, num_kv_heads, k_dim, v_dim, *pads, heads),
         )
         return out, cache.k, cache.v

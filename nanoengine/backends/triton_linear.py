@@ -29,7 +29,7 @@ MAX_PROGRAMS, MIN_STEPS = 512, 4  # limit on programs that share the inputs; the
 FEW, MANY = (64, 16, 4, 4), (64, 128, 2, 8)  # up to 16 tokens, and more
 HOPPER = (64, 128, 2, 4)  # four warps issue a product together
 SMALL = (16, 16, 2, 4)  # where Triton does not use tensor cores
-TRYING = threading.Lock()  # weights are packed in many threads
+TRYING = threading.Lock()  # the threads that pack weights wait for the first, which compiles the kernel
 
 
 @kernel
@@ -111,9 +111,8 @@ class TritonLinear(nn.Module):
         """Return rows (..) of the weight: (.., in)."""
         held, ids = self.packed[rows.flatten()], rows.flatten()
         parts = [held << 4 >> 4, held >> 4] if self.form.bits == 4 else [held]
-        integers = torch.stack(
-            [part.view(len(ids), held.shape[1] // self.step, self.step) for part in parts], 2
-        ).flatten(1)
+        tiles = [part.view(len(ids), held.shape[1] // self.step, self.step) for part in parts]
+        integers = torch.stack(tiles, 2).flatten(1)
         of_rows: Any = [None if x is None else x.T[ids].float() for x in (self.scales, self.zeros)]
         chosen = Quantized._make((integers[:, : self.in_features], *of_rows, self.form.bits))
         return chosen.dequantize(self.dtype).view(*rows.shape, self.in_features)
@@ -157,10 +156,7 @@ class TritonLinear(nn.Module):
 
 
 def try_out(form: Form, dtype: torch.dtype, device: torch.device) -> None:
-    """Compute a small layer for one token and for many. Raises RuntimeError if the results are wrong.
-
-    The threads that pack weights wait for the first of them, which compiles the kernel.
-    """
+    """Compute a small layer for one token and for many. Raises RuntimeError if the results are wrong."""
     with TRYING:
         _try_out(form, dtype, device)
 

@@ -17,7 +17,6 @@ from nanoengine.checkpoints.decoder_config import (
 )
 from nanoengine.checkpoints.safetensors_files import (
     Files,
-    Reader,
     UnsupportedModelError,
     as_value_error,
     read_config,
@@ -30,11 +29,13 @@ from nanoengine.signals import uninterrupted
 from nanoengine.timing import phase
 
 if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that needs it
+    from nanoengine.checkpoints.download import Wanted
     from nanoengine.checkpoints.gguf import GGUFFile
 
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
 GENERATION_CONFIG = "generation_config.json"
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ORIGINAL = "original_max_position_embeddings"
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
 # Ends of the names of classes that generate no text. Other pooling models have a modules.json.
 POOLING = "ForSequenceClassification", "ForTokenClassification", "RewardModel"
@@ -55,12 +56,10 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
     is_part: bool = False  # True: load only the language model of a multimodal model
-    quantization: dict[str, Any] | None = (
-        None  # the config's settings, if quantized_formats.py reads the weights
-    )
+    quantization: dict[str, Any] | None = None  # its settings, if quantized_formats.py reads the weights
     gguf: "GGUFFile | None" = None  # the open file: its header is parsed once
 
-    def open_files(self) -> Reader:
+    def open_files(self) -> Files:
         """Return a reader of the tensors, without those that only draft tokens."""
         if self.gguf is not None:
             return self.gguf if self.gguf.is_current() else type(self.gguf)(self.path)
@@ -72,11 +71,9 @@ class Checkpoint:
         if self.quantization is None:
             files = Files(self.path, rename)
         else:
-            from nanoengine.checkpoints.quantized_formats import QuantizedFiles, choose_format
+            from nanoengine.checkpoints.quantized_formats import QuantizedFiles
 
-            weight_format = choose_format(self.quantization)
-            assert weight_format is not None
-            files = QuantizedFiles(self.path, rename, weight_format)
+            files = QuantizedFiles(self.path, rename, self.quantization)
         if unused := [name for name in files.headers if self.is_draft_tensor(name)]:
             logging.getLogger(__name__).warning(
                 "%s: ignoring %d tensors of layers that the config does not have, the first is %r",
@@ -115,32 +112,27 @@ class Checkpoint:
     def max_model_len(self) -> int | None:
         """The number of positions the model supports, including rope scaling; None: the config has none."""
         config = self.hf_config
-        stated = {name: getattr(config, name, None) for name in POSITIONS}
-        field = next((name for name, value in stated.items() if value is not None), None)
+        field = next((name for name in POSITIONS if getattr(config, name, None) is not None), None)
         if field is None:
             return None
-        positions: Any = stated[field]
+        positions: Any = getattr(config, field)
         self._check_number(field, positions)
         for rope in rope_settings(config):
             factor = 1.0 if rope.get("factor") is None else rope["factor"]
-            original = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", positions
-            )
+            original = rope.get(ORIGINAL) or getattr(config, ORIGINAL, positions)
             self._check_number("rope's factor", factor)
-            self._check_number("rope's original_max_position_embeddings", original)
+            self._check_number(f"rope's {ORIGINAL}", original)
             if rope["rope_type"] == "yarn":
                 positions = max(positions, int(original * factor))
-                self._check_number("rope's factor, times the original_max_position_embeddings,", positions)
+                self._check_number(f"rope's factor, times the {ORIGINAL},", positions)
             elif rope["rope_type"] == "linear" and not config.model_type.startswith("gemma3"):
                 positions = int(positions * factor)  # Gemma 3's number already includes the factor
                 self._check_number("rope's factor, times the positions,", positions)
             elif rope["rope_type"] in ("dynamic", "longrope"):
-                # Past the original length the frequencies depend on the sequence's length, so every key in
-                # the cache would have to be computed again.
+                # Past the original length, every key in the cache would have to be computed again.
                 positions = min(positions, original)
         if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-            # Inside the first chunk such a layer attends to everything. Later chunks do not see earlier ones,
-            # and no backend supports that.
+            # Later chunks do not see earlier ones, which no backend supports.
             self._check_number("attention_chunk_size", config.attention_chunk_size)
             positions = min(positions, config.attention_chunk_size)
         return int(positions)
@@ -181,11 +173,16 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
         ValueError: the model is not a checkpoint, or the checkpoint is not supported. The message says why.
         OSError: a hub id cannot be found, or the hub cannot be reached.
     """
-    has_weights, overrides = config.load_format != "dummy", config.hf_overrides or {}
-    path = _resolve(str(config.model), config.revision, config.gguf_file, with_weights=has_weights)
+    overrides = config.hf_overrides or {}
+    wanted: Wanted = "configs" if config.load_format == "dummy" else "all"
+    path = _resolve(str(config.model), config.revision, config.gguf_file, wanted)
     generation = read_json(path / GENERATION_CONFIG, default={})
-    with phase("header"):
-        gguf = None if path.is_dir() else _open_gguf(path)
+    gguf = None
+    if path.is_file():
+        with phase("header"):
+            from nanoengine.checkpoints.gguf import GGUFFile
+
+            gguf = GGUFFile(path)
     with phase("config"):
         whole = read_config(path, config.trust_remote_code) if gguf is None else gguf.read_config()
     fields = read_json(path / "config.json", default={})
@@ -193,31 +190,25 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     stated_eos = _stated_eos(whole, ends, overrides)
     part = None  # the language model's config, if the model is multimodal
     is_text_only = whole.get_text_config(decoder=True) is whole
-    if (
-        overrides
-        or SUPPORTED_ARCHITECTURES.get(whole.model_type) != architecture_of(whole)
-        or not is_text_only
-    ):
+    is_known = SUPPORTED_ARCHITECTURES.get(whole.model_type) == architecture_of(whole)
+    if overrides or not is_known or not is_text_only:
         from nanoengine.checkpoints.hf_config import adapt
 
         whole, part = adapt(whole, fields, overrides)
     quantization, decoder_config = _choose_code(path, whole, part, config.model_impl)
     if config.tokenizer is not None:
-        home = _resolve(str(config.tokenizer), None, for_tokenizer=True)
+        home = _resolve(str(config.tokenizer), wanted="tokenizer")
         tokenizer = load_tokenizer(home, config.trust_remote_code)
         if tokenizer is None:
-            raise ValueError(
-                f"tokenizer {str(config.tokenizer)!r} holds none of {', '.join(TOKENIZER_FILES)}"
-            )
+            files = ", ".join(TOKENIZER_FILES)
+            raise ValueError(f"tokenizer {str(config.tokenizer)!r} holds none of {files}")
     else:
         with phase("tokenizer"):
             tokenizer = load_tokenizer(path, config.trust_remote_code, gguf)
     hf_config, eos = whole if part is None else part, list[int]()
-    for name, ids in (
-        ("the tokenizer", getattr(tokenizer, "eos_token_id", None)),
-        *(("config.json", ids) for ids in stated_eos),
-        (GENERATION_CONFIG, generation.get("eos_token_id")),
-    ):
+    places = ["the tokenizer", *["config.json"] * len(stated_eos), GENERATION_CONFIG]
+    found = [getattr(tokenizer, "eos_token_id", None), *stated_eos, generation.get("eos_token_id")]
+    for name, ids in zip(places, found, strict=True):
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(type(token_id) is int for token_id in ids):
             raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
@@ -235,20 +226,15 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
 def _choose_code(
     path: Path, config: Any, part: Any, model_impl: str
 ) -> tuple[dict[str, Any] | None, DecoderConfig | None]:
-    """Return the settings of quantized weights, and the config for decoder.py if that supports the model.
-
-    `part` is the language model's config, if `config` is a multimodal model's.
-    """
+    """Return the settings of quantized weights, and the config for decoder.py if that supports the model."""
     architecture, hf_config = architecture_of(config), config if part is None else part
     quantization = decoder_config = None
     try:
         if architecture.endswith(POOLING) or (path / "modules.json").is_file():
-            raise UnsupportedModelError(
-                "it embeds, scores or classifies texts; nanoengine only generates text"
-            )
-        if stated := getattr(config, "quantization_config", None) or getattr(
-            part, "quantization_config", None
-        ):
+            what = "it embeds, scores or classifies texts"
+            raise UnsupportedModelError(f"{what}; nanoengine only generates text")
+        stated = next(filter(None, (getattr(x, "quantization_config", None) for x in (config, part))), None)
+        if stated:
             from nanoengine.checkpoints.quantized_formats import choose_reader
 
             quantization = choose_reader(stated, config, part, model_impl)
@@ -282,19 +268,8 @@ def _stated_eos(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) 
     return [*stated, (fields | overrides).get("eos_token_id")]
 
 
-def _open_gguf(path: Path) -> "GGUFFile":
-    from nanoengine.checkpoints.gguf import GGUFFile
-
-    return GGUFFile(path)
-
-
 def _resolve(
-    model: str,
-    revision: str | None,
-    gguf_file: str | None = None,
-    *,
-    with_weights: bool = True,
-    for_tokenizer: bool = False,
+    model: str, revision: str | None = None, gguf_file: str | None = None, wanted: "Wanted" = "all"
 ) -> Path:
     """Return the path of a model directory or GGUF file. A hub model is downloaded first."""
     if not model:
@@ -315,7 +290,7 @@ def _resolve(
         raise ValueError(f"{model!r} is neither a directory nor a hub id such as openai-community/gpt2")
     from nanoengine.checkpoints.download import fetch  # only hub models need it
 
-    return fetch(model, revision, gguf_file, with_weights, for_tokenizer)
+    return fetch(model, revision, gguf_file, wanted)
 
 
 def _is_gguf(path: Path) -> bool:

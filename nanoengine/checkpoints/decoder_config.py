@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 SUPPORTED_ARCHITECTURES = {  # by model_type
     family.lower(): f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
 }
+SAME_NAMES = "vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps"  # in both configs
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -33,11 +34,7 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> "DecoderConfig":
-        """Translate a transformers config.
-
-        Raises:
-            ValueError: the architecture, rope type or activation is not supported.
-        """
+        """Translate a transformers config. ValueError: its model, rope or activation is not supported."""
         architecture = architecture_of(config)
         if architecture not in (names := SUPPORTED_ARCHITECTURES.values()):
             raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(names)}")
@@ -53,14 +50,11 @@ class DecoderConfig:
         if layer_types is None:
             layer_types = ["sliding_attention"] * config.num_hidden_layers
         return cls(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            **{name: getattr(config, name) for name in SAME_NAMES},
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim=head_dim,
-            rms_norm_eps=config.rms_norm_eps,
             rope=_rope_parameters(config),
             windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
             tie_word_embeddings=bool(config.tie_word_embeddings),
@@ -93,9 +87,8 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     rope = (rope_settings(config) or [{"rope_type": "default"}])[0]
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
     if rope["rope_type"] not in SUPPORTED_ROPE_TYPES and "divisors" not in rope:  # gguf.py sets divisors
-        raise ValueError(
-            f"rope type {rope['rope_type']!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
-        )
+        supported = ", ".join(SUPPORTED_ROPE_TYPES)
+        raise ValueError(f"rope type {rope['rope_type']!r} is not supported; supported: {supported}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
     if rope.get("original_max_position_embeddings") is None:

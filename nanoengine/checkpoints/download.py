@@ -2,6 +2,7 @@
 
 import glob
 from pathlib import Path
+from typing import Literal
 
 from huggingface_hub import constants, snapshot_download
 
@@ -18,16 +19,17 @@ TOKENIZERS = [
 OTHER_FOLDERS = ["[!a]*/*", "a[!d]*/*"]
 
 
-def fetch(
-    model: str, revision: str | None, gguf_file: str | None, with_weights: bool, for_tokenizer: bool
-) -> Path:
-    """Download a hub model, only its tokenizer, or one GGUF file. Return the path, or raise OSError."""
+Wanted = Literal["all", "configs", "tokenizer"]
+
+
+def fetch(model: str, revision: str | None, gguf_file: str | None, wanted: Wanted) -> Path:
+    """Download a hub model or parts of it, or one GGUF file. Return the path, or raise OSError."""
     try:
         if gguf_file is not None:
             return _fetch(model, revision, [glob.escape(gguf_file)]) / gguf_file
-        if for_tokenizer:
+        if wanted == "tokenizer":
             return _fetch(model, revision, TOKENIZERS, OTHER_FOLDERS)
-        return _fetch_model(model, revision, with_weights)
+        return _fetch_model(model, revision, wanted == "all")
     except TimeoutError:  # raised by the handler of a signal
         raise
     except OSError as error:
@@ -37,10 +39,9 @@ def fetch(
 
 
 def _fetch_model(model: str, revision: str | None, with_weights: bool) -> Path:
-    """Download a hub model's configs, its tokenizer and, if requested, its weights. Return its directory.
+    """Download a hub model's configs, its tokenizer and, if requested, its weights: those of its index.
 
-    The weights are the files that the index names. Without an index they are model*.safetensors, or else
-    all safetensors files next to config.json.
+    Without an index they are model*.safetensors, or else all safetensors files next to config.json.
     """
     path = _fetch(model, revision, CONFIGS, OTHER_FOLDERS)
     if not with_weights or not (path / "config.json").is_file():

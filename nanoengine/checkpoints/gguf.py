@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from nanoengine.backends.quantization import Quantized
 from nanoengine.checkpoints.safetensors_files import (
+    Files,
     TensorHeader,
     UnsupportedModelError,
     as_value_error,
@@ -61,19 +62,11 @@ LAYER = re.compile(r"(?:\w+\.)?blk\.([0-9]{1,9})\.")
 INTEGERS = "I8", "I16", "I32", "I64"
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens
 # Names of tokens that end a turn, whether or not the header says so. Source: llama.cpp's src/llama-vocab.cpp
-ENDS = (
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
-)
-ENDS += (
-    "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
-)
-ENDS += "<\uff5cend\u2581of\u2581sentence\uff5c> [e~["
-# A name does not end a turn in a file that also has tokens with the other names.
-NOT_ENDS = (
-    ("<|end|>", "<|return|> <|call|>"),
-    ("<|end|>", "<|calls|> <|flush|>"),
-    ("</s>", "<|tool_response>"),
-)
+ENDS = "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> "
+ENDS += "</s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> "
+ENDS += "<|tool_response> <\uff5cend\u2581of\u2581sentence\uff5c> [e~["
+# These tokens -> a name that does not end a turn in a file that has all of them.
+NOT_ENDS = {"<|return|> <|call|>": "<|end|>", "<|calls|> <|flush|>": "<|end|>", "<|tool_response>": "</s>"}
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Number of a metadata type -> its name in `struct` and NumPy. 8 is a string and 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -112,10 +105,7 @@ class Strings(NamedTuple):
 
 
 class Header:
-    """Reads the metadata and the list of tensors at the start of a GGUF file.
-
-    It checks every count, length and offset against the size of the file before using it.
-    """
+    """Reads the metadata and the list of tensors at the start of a GGUF file, and checks every size there."""
 
     def __init__(self, data: mmap) -> None:
         self.data, self._place, self._num_strings = data, 4, 0
@@ -125,9 +115,8 @@ class Header:
         if version not in (2, 3):
             raise ValueError(f"its version is {version}, only 2 and 3 are supported")
         if max(num_tensors, num_fields) > MAX_ENTRIES:
-            raise ValueError(
-                f"it lists {num_tensors} tensors and {num_fields} fields, the limit is {MAX_ENTRIES}"
-            )
+            counts = f"{num_tensors} tensors and {num_fields} fields"
+            raise ValueError(f"it lists {counts}, the limit is {MAX_ENTRIES}")
         self.fields: dict[str, Any] = {}
         for _ in range(num_fields):
             name = self._string()
@@ -209,12 +198,8 @@ class Header:
         return tensors
 
 
-class GGUFFile:
-    """Reads the config and weights of a model in a GGUF file. Opening the file reads only its header.
-
-    Raises:
-        ValueError: the file is damaged, or one of several.
-    """
+class GGUFFile(Files):
+    """Reads the config and weights of a model in a GGUF file. Opening it reads only the header, or fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -232,7 +217,7 @@ class GGUFFile:
             self.is_known = self.architecture in OWN
             shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
             self._model = ModelFields(self.fields, self.architecture, shapes)
-            self.headers: dict[str, TensorHeader] = {}
+            self.headers = {}
             for own_name, tensor in self._tensors.items():
                 if own_name != DIVISORS:
                     name, kind = saved_name(own_name), tensor.kind.name
@@ -255,9 +240,8 @@ class GGUFFile:
         stated = self._model.number("block_count")
         layers = {int(match[1]) for name in self._tensors if (match := LAYER.match(name))}
         if len(layers) != stated or max(layers, default=-1) >= len(layers):
-            raise ValueError(
-                f"its {self.architecture}.block_count is {stated}, but it has {len(layers)} layers"
-            )
+            count = f"its {self.architecture}.block_count is {stated}"
+            raise ValueError(f"{count}, but it has {len(layers)} layers")
         if len(self._tensors) < (9 if self.is_known else 3) * len(layers):
             raise ValueError(f"it has only {len(self._tensors)} tensors for {len(layers)} layers")
         self._model.number("context_length", 1)
@@ -266,13 +250,10 @@ class GGUFFile:
         embedding = self._tensors.get("token_embd.weight")
         if embedding is not None and self.num_tokens > embedding.shape[0]:
             raise ValueError(f"it has {self.num_tokens} tokens for {embedding.shape[0]} embeddings")
-        if (
-            isinstance(tokens, Strings)
-            and isinstance(merges, Strings)
-            and len(merges.starts) > tokens.num_bytes
-        ):
-            # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
-            raise ValueError(f"it has {len(merges.starts)} merges, too many for {self.num_tokens} tokens")
+        # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
+        num_merges = len(merges.starts) if isinstance(merges, Strings) else 0
+        if isinstance(tokens, Strings) and num_merges > tokens.num_bytes:
+            raise ValueError(f"it has {num_merges} merges, too many for {self.num_tokens} tokens")
 
     def strings(self, name: str) -> list[str]:
         """Return a field that must be an array of strings."""
@@ -299,7 +280,7 @@ class GGUFFile:
                 name = names.get(tokens.encoded(i))
                 if name is not None and (name != "</s>" or types[i] == CONTROL):
                     found[name] = i
-        not_ends = {found.get(name) for name, others in NOT_ENDS if found.keys() >= {*others.split()}}
+        not_ends = {found.get(name) for others, name in NOT_ENDS.items() if found.keys() >= {*others.split()}}
         return [i for i in dict.fromkeys([*stated, *found.values()]) if i not in not_ends]
 
     def read_config(self) -> Any:
@@ -352,9 +333,8 @@ class GGUFFile:
             rope, divisors = config.rope_parameters, self._read(DIVISORS)
             if rope["rope_type"] == "yarn":
                 raise UnsupportedModelError(f"it has {DIVISORS}, which is not supported with yarn")
-            if len(divisors) != config.head_dim // 2 or not all(
-                0 < one < math.inf for one in divisors.tolist()
-            ):
+            is_positive = bool(((divisors > 0) & divisors.isfinite()).all())
+            if len(divisors) != config.head_dim // 2 or not is_positive:
                 raise ValueError(f"its {DIVISORS} must hold {config.head_dim // 2} positive numbers")
             divided = {"rope_type": "divided", "divisors": (divisors * rope.get("factor", 1.0)).tolist()}
             config.rope_parameters = {"rope_theta": rope["rope_theta"], **divided}
@@ -449,32 +429,18 @@ def _affine(numbers: Tensor, scales: Tensor, lows: Tensor, middle: int) -> Quant
     return Quantized(integers.flatten(1), torch.where(scales == 0, lows, scales), zeros, bits)
 
 
-def _q4_0(b: Tensor) -> Quantized:
-    return _symmetric(_nibbles(b[..., 2:]).char() - 8, _half(b[..., :2]), 4)
+def _five_bits(octets: Tensor) -> Tensor:
+    """Return 5-bit numbers, whose highest bits precede the others: (..., n) uint8 to (..., 8 n / 5)."""
+    return _nibbles(octets[..., 4:]) | _bits_of(octets[..., :4]) << 4
 
 
-def _q4_1(b: Tensor) -> Quantized:
-    return _affine(_nibbles(b[..., 4:]), _half(b[..., :2]).squeeze(2), _half(b[..., 2:4]).squeeze(2), 8)
-
-
-def _q5_0(b: Tensor) -> Quantized:
-    return _symmetric((_nibbles(b[..., 6:]) | _bits_of(b[..., 2:6]) << 4).char() - 16, _half(b[..., :2]), 8)
-
-
-def _q5_1(b: Tensor) -> Quantized:
-    numbers = _nibbles(b[..., 8:]) | _bits_of(b[..., 4:8]) << 4
-    return _affine(numbers, _half(b[..., :2]).squeeze(2), _half(b[..., 2:4]).squeeze(2), 16)
-
-
-def _q8_0(b: Tensor) -> Quantized:
-    return _symmetric(b[..., 2:].contiguous().view(torch.int8), _half(b[..., :2]), 8)
+def _of_one(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale and the low of each block, (N, blocks)."""
+    return _half(b[..., :2]).squeeze(2), _half(b[..., 2:4]).squeeze(2)
 
 
 def _of_eight(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and lows of a block's eight groups, (N, groups).
-
-    Each is a 6-bit number times the block's float16 scale or low.
-    """
+    """Return the scales and lows of a block's eight groups, (N, groups): 6 bits times the block's float16."""
     first, second, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), -1)
     lows = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), -1)
@@ -487,10 +453,6 @@ def _in_fours(octets: Tensor) -> Tensor:
     Of each 32 bytes, the low halves are one group and the high halves the next.
     """
     return _nibbles(octets.reshape(*octets.shape[:2], 4, 32)).view(len(octets), -1, 32)
-
-
-def _q4_k(b: Tensor) -> Quantized:
-    return _affine(_in_fours(b[..., 16:]), *_of_eight(b), 8)
 
 
 def _q5_k(b: Tensor) -> Quantized:
@@ -510,12 +472,12 @@ def _q6_k(b: Tensor) -> Quantized:
 
 # Type -> a function from blocks (N, blocks, bytes) uint8 to the weight. A row is a sequence of blocks.
 READERS: dict[str, Callable[[Tensor], Quantized]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
+    "Q4_0": lambda b: _symmetric(_nibbles(b[..., 2:]).char() - 8, _half(b[..., :2]), 4),
+    "Q4_1": lambda b: _affine(_nibbles(b[..., 4:]), *_of_one(b), 8),
+    "Q5_0": lambda b: _symmetric(_five_bits(b[..., 2:]).char() - 16, _half(b[..., :2]), 8),
+    "Q5_1": lambda b: _affine(_five_bits(b[..., 4:]), *_of_one(b), 16),
+    "Q8_0": lambda b: _symmetric(b[..., 2:].contiguous().view(torch.int8), _half(b[..., :2]), 8),
+    "Q4_K": lambda b: _affine(_in_fours(b[..., 16:]), *_of_eight(b), 8),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }

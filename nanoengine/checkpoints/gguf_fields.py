@@ -94,10 +94,7 @@ IN_WORDS = {float: "a number", bool: "true or false", str: "a text", int: "an in
 
 
 def check_types(fields: dict[str, Any], architecture: Any) -> None:
-    """Raise ValueError if a field that llama.cpp knows has a value of another type.
-
-    A field of the model's family may be an array, with a value for each layer.
-    """
+    """Raise ValueError if a field that llama.cpp knows has a value of another type, or an array of it."""
     for name, value in fields.items():
         own = name.removeprefix(f"{architecture}.")
         expected = next((kind for pattern, kind in TYPE.items() if pattern.fullmatch(name)), None)
@@ -112,10 +109,7 @@ def check_types(fields: dict[str, Any], architecture: Any) -> None:
 
 
 class ModelFields:
-    """Reads the fields of the model's family from a header, and remembers which ones were read.
-
-    `shapes` are the tensors' shapes, by their names in the file.
-    """
+    """Reads the fields of the model's family from a header, and remembers which ones were read."""
 
     def __init__(self, fields: dict[str, Any], architecture: str, shapes: dict[str, tuple[int, ...]]) -> None:
         self.architecture, self._shapes, prefix = architecture, shapes, f"{architecture}."
@@ -128,10 +122,7 @@ class ModelFields:
         return self._fields.get(name, default)
 
     def number(self, name: str, default: float | None = None, low: float = 1, high: float = MAX_SIZE) -> Any:
-        """Return a field that must be a number in [low, high], and an integer if `low` is one.
-
-        An array that holds the same number for every layer counts as this number.
-        """
+        """Return a number in [low, high], an integer if `low` is one, that is the same for all layers."""
         value, kinds = self.get(name, default), (int,) if isinstance(low, int) else (int, float)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()

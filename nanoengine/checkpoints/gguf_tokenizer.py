@@ -139,7 +139,7 @@ def pre_tokenizer(name: str) -> Any:
 
 def byte_level(file: GGUFFile, tokens: list[str], vocab: dict[str, int]) -> Tokenizer:
     """Build a tokenizer whose tokens are bytes in GPT-2's spelling."""
-    name = _name(file)
+    name = str(file.fields.get("tokenizer.ggml.pre"))
     if name in NOT_BYTE_LEVEL:
         raise ValueError(f"its pre-tokenizer {name!r} is not supported")
     if name not in SPLITS:
@@ -153,17 +153,11 @@ def byte_level(file: GGUFFile, tokens: list[str], vocab: dict[str, int]) -> Toke
 
 
 def sentence_piece(file: GGUFFile, tokens: list[str], vocab: dict[str, int]) -> Tokenizer:
-    """Build a tokenizer whose tokens have visible spaces. Characters without a token become bytes.
-
-    Without merges in the file, the two tokens are merged whose result has the highest score.
-    """
+    """Build a tokenizer whose tokens have visible spaces. Characters without a token become bytes."""
     has_merges = file.fields["tokenizer.ggml.model"] == "gemma4"
     merges = _merges(file) if has_merges else _merges_by_score(file, tokens, vocab)
-    unknown = file.token_id("unknown") or 0
-    model = BPE(
-        vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=tokens[min(unknown, len(tokens) - 1)]
-    )
-    backend = Tokenizer(model)
+    unknown = tokens[min(file.token_id("unknown") or 0, len(tokens) - 1)]
+    backend = Tokenizer(BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     steps: list[Any] = [normalizers.Replace(" ", SPACE)]
     parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.fields.get("tokenizer.ggml.add_space_prefix", not has_merges):
@@ -182,11 +176,16 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
     return merges
 
 
+def _numbers(file: GGUFFile, name: str, num_tokens: int) -> np.ndarray:
+    found = file.fields.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, np.ndarray) or len(found) != num_tokens:
+        raise ValueError(f"tokenizer.ggml.{name} must be an array with a number for each token")
+    return found
+
+
 def _merges_by_score(file: GGUFFile, tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Return each way to merge two tokens into one, the highest score first."""
-    scores = file.fields.get("tokenizer.ggml.scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
-        raise ValueError("tokenizer.ggml.scores must be an array with a number for each token")
+    scores = _numbers(file, "scores", len(tokens))
     longest = max(map(len, tokens))
     if longest > MAX_TOKEN_LENGTH:
         raise ValueError(f"a token is longer than {MAX_TOKEN_LENGTH} characters")
@@ -197,10 +196,6 @@ def _merges_by_score(file: GGUFFile, tokens: list[str], vocab: dict[str, int]) -
         for i in range(1, len(token))
         if token[:i] in vocab and token[i:] in vocab
     ]
-
-
-def _name(file: GGUFFile) -> str:
-    return str(file.fields.get("tokenizer.ggml.pre"))
 
 
 # tokenizer.ggml.model -> what builds the tokenizer, and the ids of BOS and EOS where the file has none
@@ -226,9 +221,7 @@ def _load(file: GGUFFile) -> Any:
         raise
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"its merges do not fit its tokens: {error}") from error
-    types = fields.get("tokenizer.ggml.token_type")
-    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
-        raise ValueError("tokenizer.ggml.token_type must be an array with a number for each token")
+    types = _numbers(file, "token_type", len(tokens))
     # llama.cpp knows by the name, too, that special tokens take the spaces after them.
     strips = re.search("phi-?3", str(fields.get("general.name")), re.IGNORECASE) is not None
     backend.add_tokens(
@@ -249,7 +242,10 @@ def _load(file: GGUFFile) -> Any:
         if token_id is not None and 0 <= token_id < len(tokens):
             special_tokens[f"{ours}_token"] = tokens[token_id]
     added = {}
-    for end, default in (("bos", model == "llama" or _name(file) in ADD_BOS), ("eos", False)):
+    for end, default in (
+        ("bos", model == "llama" or fields.get("tokenizer.ggml.pre") in ADD_BOS),
+        ("eos", False),
+    ):
         # llama.cpp adds Gemma 4's BOS also where the file says otherwise.
         is_added = fields.get(f"tokenizer.ggml.add_{end}_token", default) or (model, end) == ("gemma4", "bos")
         token = special_tokens.get(f"{end}_token")

@@ -29,12 +29,10 @@ OTHER_TYPES = (
 )
 ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
 # Types of models that compute attention in their own code, which hf_attention.py replaces.
-OWN_ATTENTION = frozenset(
-    (
-        *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt"),
-        *("openai-gpt", "rembert", "xglm"),
-    )
-)
+OWN_ATTENTION = {
+    *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt"),
+    *("openai-gpt", "rembert", "xglm"),
+}
 ATTENTION_NAME = "nanoengine"  # the name under which hf.py registers its attention in transformers
 
 # Multimodal models for whose text config transformers has a causal LM.
@@ -63,12 +61,9 @@ PART_NAMES = {
 
 
 def adapt(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) -> tuple[Any, Any | None]:
-    """Return a config with overrides applied, and that of its language model, if it is multimodal.
-
-    `fields` are those of config.json, empty for a GGUF file.
-    """
+    """Return a config with overrides applied, and that of its language model, if it is multimodal."""
     if overrides:
-        fields = fields or config.to_dict()
+        fields = fields or config.to_dict()  # a GGUF file has no config.json
         if hasattr(config, "quantization_config"):  # another file may hold it
             fields = {"quantization_config": config.quantization_config, **fields}
         fields = _override(fields, deepcopy(overrides), config)  # transformers edits its argument
@@ -79,10 +74,7 @@ def adapt(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) -> tup
 
 
 def _name_causal_lm(config: Any) -> None:
-    """Set the causal LM in a config that names only its body, or that transformers' table of models lacks.
-
-    If transformers has no causal LM with the stated name, such as LLaMAForCausalLM, the model_type decides.
-    """
+    """Set the causal LM in a config that names only its body, or none that transformers has."""
     model_type, (stated,) = config.model_type, (getattr(config, "architectures", None) or [""])[:1]
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, stated)
     if stated != causal_lm and (  # listing all of transformers' classes takes 0.2 s
@@ -104,17 +96,15 @@ def _name_causal_lm(config: Any) -> None:
 def language_part(config: Any) -> Any | None:
     """Return the config of a multimodal model's language model, or None for all other models.
 
-    A token of Qwen-VL or GLM-V has three positions. Without images they are equal, so the language model
-    computes the same as Qwen's or GLM's.
+    Without images, the three positions of a token of Qwen-VL or GLM-V are equal: it computes as Qwen or GLM.
     """
     part = config.get_text_config(decoder=True)  # an encoder-decoder has two
     if part is config:
         return None
     if config.model_type in LANGUAGE_PARTS:
         class_name, others = LANGUAGE_PARTS[config.model_type]
-        fields = {
-            name: x for name, x in part.to_dict().items() if name not in ("model_type", "architectures")
-        }
+        own = "model_type", "architectures"
+        fields = {name: x for name, x in part.to_dict().items() if name not in own}
         fields.setdefault("head_dim", part.hidden_size // max(1, part.num_attention_heads))
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(fields.get(name), dict):
@@ -138,18 +128,13 @@ def name_in_part(name: str) -> str | None:
 
 
 def check_config(config: Any) -> None:
-    """Reject an unsupported model by its config, before any weight is read.
-
-    Raises:
-        UnsupportedModelError: the model is not supported. The message says why.
-    """
+    """Raise UnsupportedModelError for a model whose config says that it cannot run, and say why."""
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("it is an encoder-decoder; only decoder-only models are supported")
     parts = {"vision_config", "audio_config"} & {*getattr(config, "sub_configs", ())}
     if config.get_text_config() is not config or parts:
-        raise UnsupportedModelError(
-            "it takes images or audio, and running only its language model is not supported"
-        )
+        what = "it takes images or audio"
+        raise UnsupportedModelError(f"{what}, and running only its language model is not supported")
     attention_implementation(config)
     from transformers.activations import ACT2FN  # imported late: it takes a second
 
@@ -164,9 +149,8 @@ def check_config(config: Any) -> None:
             raise UnsupportedModelError(f"config.json's {field} {name!r} is unknown to transformers")
     # `_probe` cannot detect this, because the factor is 1 at its positions. hf.py passes Llama 4 positions.
     if getattr(config, "attn_temperature_tuning", False) and not is_llama4:
-        raise UnsupportedModelError(
-            "attn_temperature_tuning scales queries by a token's index in the batch, not by its position"
-        )
+        reason = "scales queries by a token's index in the batch, not by its position"
+        raise UnsupportedModelError(f"attn_temperature_tuning {reason}")
     for rope in rope_settings(config):
         if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
             raise UnsupportedModelError(f"rope type {rope['rope_type']!r} is unknown to transformers")
@@ -179,10 +163,8 @@ def attention_implementation(config: Any) -> str:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError("transformers has no causal language model for it")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if model_class.__name__ not in (getattr(config, "architectures", None) or [model_class.__name__]):
-        raise UnsupportedModelError(
-            f"its config belongs to {model_class.__name__}, but its architectures name another model"
-        )
+    if (name := model_class.__name__) not in (getattr(config, "architectures", None) or [name]):
+        raise UnsupportedModelError(f"its config belongs to {name}, but its architectures name another model")
     if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return ATTENTION_NAME
     if config.model_type in OWN_ATTENTION:
@@ -192,17 +174,13 @@ def attention_implementation(config: Any) -> str:
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         return "eager"  # it has no attention
     if getattr(config, "num_attention_heads", None) is None:
-        raise UnsupportedModelError(
-            "it has no attention, and stores its recurrent states in a way of its own"
-        )
+        states = "stores its recurrent states in a way of its own"
+        raise UnsupportedModelError(f"it has no attention, and {states}")
     raise UnsupportedModelError("its attention does not use transformers' interface and cannot be replaced")
 
 
 def _override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the fields of a config.json with overrides applied. Overrides of an object are merged into it.
-
-    `config` is transformers' config of the same file. It also has the fields that the file leaves out.
-    """
+    """Return the fields of a config.json, which `config` was read from, with overrides merged into them."""
     fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
     for name, value in overrides.items():
         part = getattr(config, name, None)

@@ -41,12 +41,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 class Adapter:
     """Holds an adapter's changes, by the names of the model's weights.
 
-    Args:
-        path: a directory with adapter_config.json and adapter_model.safetensors.
-        is_part: whether the model is the language model of the multimodal model that the adapter is for.
-
-    Raises:
-        ValueError: a file is missing or damaged, or the adapter is neither plain LoRA nor DoRA.
+    If `is_part`, the model is the language model of the multimodal model that the adapter is for. ValueError:
+    a file is missing or damaged, or the adapter is neither plain LoRA nor DoRA.
     """
 
     def __init__(self, path: Path, is_part: bool = False) -> None:
@@ -90,17 +86,11 @@ class Adapter:
         return {*self._bases, *self._parts, *self._whole, *also}
 
     def unties(self, tied: Collection[str]) -> bool:
-        """Return whether the adapter unties a weight with these names, because it changes one or both.
-
-        Raises:
-            ValueError: it was trained with the names tied, but changes only one of them.
-        """
+        """Return whether the adapter unties a weight with these names, because it changes one or both."""
         changed = [name for name in tied if name in self.names()]
         if changed and len(changed) < len(tied) and self.config.get("ensure_weight_tying"):
-            raise ValueError(
-                f"{self.path} has ensure_weight_tying, and holds {changed[0]!r} of {' and '.join(tied)}; "
-                "save it again with both"
-            )
+            held = f"has ensure_weight_tying, and holds {changed[0]!r} of {' and '.join(tied)}"
+            raise ValueError(f"{self.path} {held}; save it again with both")
         return bool(changed)
 
     def scaling(self, module: str, rank: int) -> float:
@@ -115,19 +105,15 @@ class Adapter:
 
         alpha, stated = own("alpha_pattern", "lora_alpha"), own("rank_pattern", "r")
         if not isinstance(alpha, int | float) or not math.isfinite(alpha) or stated != rank:
-            raise ValueError(
-                f"{self.path}: {module} has rank {rank}, but the config has {stated} and alpha {alpha!r}"
-            )
+            found = f"the config has {stated} and alpha {alpha!r}"
+            raise ValueError(f"{self.path}: {module} has rank {rank}, but {found}")
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
     @torch.no_grad()
     def merge(self, weights: Mapping[str, Tensor], tied: Collection[str]) -> None:
         """Change a model's weights, by name, in place. Changes are computed in float32.
 
-        `tied` are names that shared one weight before it was untied.
-
-        Raises:
-            ValueError: the adapter changes a weight that the model does not have, or a shape does not fit.
+        `tied` are names that shared one weight before it was untied. ValueError: the weights do not fit.
         """
         if missing := sorted(self.names() - weights.keys()):
             raise ValueError(f"{self.path} changes {missing[0]!r}, which is not a weight of the model")

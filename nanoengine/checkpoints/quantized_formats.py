@@ -22,8 +22,8 @@ from nanoengine.checkpoints.safetensors_files import Files, TensorHeader, Unsupp
 
 Tensors = Mapping[str, Tensor]  # the parts of one weight, by the ends of their names
 Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all of them
-FLOATS = ("F16", "BF16", "F32")
-# Scales of activations and of the KV cache
+FLOATS, WORDS = ("F16", "BF16", "F32"), ("I32",)
+# Scales of activations and of the KV cache, which are ignored
 UNUSED = (
     *("activation_scale", "input_scale", "input_zero_point", "output_scale"),
     *("k_scale", "v_scale", "kv_scale"),
@@ -31,32 +31,14 @@ UNUSED = (
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight consecutive outputs in a word of 32 bits
 
 
-class Part(NamedTuple):
-    """Describes one of the tensors that a quantized weight is stored as."""
-
-    end: str  # the end of its name
-    dtypes: tuple[str, ...]  # safetensors' names
-    is_optional: bool = False
-
-
 class Format(NamedTuple):
-    """Describes how a checkpoint stores quantized weights."""
+    """Describes how a checkpoint stores quantized weights, each as several tensors."""
 
     name: str  # shown to the user
-    parts: tuple[Part, ...]  # a weight that has the first part is quantized
+    parts: dict[str, tuple[str, ...]]  # ends of tensors' names -> dtypes. What has the first is quantized
     # Returns a weight (N, I), given its parts. May raise any error if the parts do not fit each other.
     read: Callable[[Tensors], Quantized | Tensor]
-    unused: tuple[str, ...] = ()  # ends of tensors that are ignored: scales of activations
-
-
-def choose_format(stated: dict[str, Any]) -> Format | None:
-    """Return the format for a config's `quantization_config`, or None if this file does not read it.
-
-    Raises:
-        ValueError: the format is read here, but not with these settings.
-    """
-    maker = FORMATS.get(str(stated.get("quant_method")))
-    return maker(stated) if maker is not None else None
+    optional: tuple[str, ...] = ()  # parts that a weight may lack
 
 
 def _one_of(stated: dict[str, Any], field: str, default: Any, supported: tuple[Any, ...]) -> Any:
@@ -81,11 +63,8 @@ def _group_size(stated: dict[str, Any]) -> set[Block]:
 def _places(shape: torch.Size, scales: torch.Size, blocks: set[Block]) -> tuple[Tensor, Tensor]:
     """Return the row of the scales for each output, (N,), and the column for each input, (I,).
 
-    `shape` is the weight's, `scales` the scales'. `blocks` are those that the config states: the last block
-    of a row or column may be smaller. If there are none, all blocks have the same size.
-
-    Raises:
-        ValueError: the scales' shape does not fit exactly one of the blocks.
+    The scales' shape must fit exactly one of the blocks that the config states. The last block of a row or
+    column may be smaller. If the config states none, all blocks have the same size.
     """
     fitting = set()
     if len(shape) == len(scales) == 2 and min(*shape, *scales) > 0:
@@ -112,10 +91,9 @@ def _integers(
     blocks: set[Block],
     groups: Tensor | None = None,
 ) -> Quantized | Tensor:
-    """Return a weight from integers (N, I), zeros and scales.
+    """Return a weight from integers (N, I), dequantized unless its groups are consecutive and of one size.
 
-    `groups`, (I,), is the group of each input, if the checkpoint states it. The weight is dequantized unless
-    its groups are consecutive inputs, all of one size.
+    `groups`, (I,), is the group of each input, if the checkpoint states it.
     """
     scales, zeros = _as_matrix(scales), None if zeros is None else _as_matrix(zeros)
     if zeros is not None and zeros.shape != scales.shape:
@@ -147,9 +125,6 @@ def _floats(weight: Tensor, scales: Tensor, blocks: set[Block]) -> Tensor:
     return weight.float() * scales[rows][:, columns]
 
 
-# ---- Integers in words of 32 bits ----------------------------------------------------------------
-
-
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Unpack unsigned integers, the lowest bits first: words (R, C) int32 to (R, C * 32 / bits) int32.
 
@@ -158,6 +133,9 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+PARTS = {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}  # of GPTQ and AWQ
 
 
 def _gptq(stated: dict[str, Any]) -> Format:
@@ -176,16 +154,11 @@ def _gptq(stated: dict[str, Any]) -> Format:
         numbers, scales = unpack(tensors["qweight"].T.contiguous(), bits), tensors["scales"].T
         return _integers(numbers - middle, zeros.T - middle, scales, bits, blocks, tensors.get("g_idx"))
 
-    words = ("I32",)
-    parts = Part("qweight", words), Part("qzeros", words), Part("scales", FLOATS), Part("g_idx", words, True)
-    return Format("gptq", parts, read)
+    return Format("gptq", {**PARTS, "g_idx": WORDS}, read, ("g_idx",))
 
 
 def _of_layers(stated: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of all quantized layers, those with rules of their own included.
-
-    A rule may also leave layers as floats, which the files show.
-    """
+    """Return the settings of all quantized layers. The files show which ones a rule leaves as floats."""
     rules = stated.get("dynamic") or {}
     if not isinstance(rules, dict) or not all(isinstance(rule, dict) for rule in rules.values()):
         raise ValueError(f"its dynamic is {rules!r:.99}; it must map names to settings")
@@ -216,8 +189,7 @@ def _awq(stated: dict[str, Any]) -> Format:
         numbers, zeros = in_order(tensors["qweight"]), in_order(tensors["qzeros"])
         return _integers(numbers - 8, zeros - 8, tensors["scales"].T, 4, blocks)
 
-    parts = Part("qweight", ("I32",)), Part("qzeros", ("I32",)), Part("scales", FLOATS)
-    return Format("awq", parts, read)
+    return Format("awq", PARTS, read)
 
 
 # ---- compressed-tensors and fp8 ------------------------------------------------------------------
@@ -265,14 +237,12 @@ def _compressed(stated: dict[str, Any]) -> Format:
     if kind == "naive-quantized":
         kind = "float-quantized" if weights[0].get("type") == "float" else "int-quantized"
     blocks = {block for one in weights if (block := _block_of(one)) is not None}
-    parts: tuple[Part, ...]
 
     def read_packed(tensors: Tensors) -> Quantized | Tensor:
         num_outputs, num_inputs = tensors["weight_shape"].tolist()
         words = tensors["weight_packed"].shape[1]
-        bits = next(
-            (bits for bits in sorted(all_bits) if -(-num_inputs * bits // 32) == words), min(all_bits)
-        )
+        fitting = [bits for bits in all_bits if -(-num_inputs * bits // 32) == words]
+        bits = min(fitting or all_bits)
         numbers, zeros = unpack(tensors["weight_packed"], bits), tensors.get("weight_zero_point")
         if len(numbers) != num_outputs or not 0 <= numbers.shape[1] - num_inputs < 32 // bits:
             raise ValueError(f"weight_shape {num_outputs, num_inputs} does not fit {tuple(numbers.shape)}")
@@ -293,37 +263,32 @@ def _compressed(stated: dict[str, Any]) -> Format:
             raise ValueError("its floats have a zero point, which is not supported")
         return _floats(weight, scales, blocks)
 
-    name = "compressed-tensors"
+    name, optional = "compressed-tensors", ("weight_zero_point", "weight_g_idx")
+    parts: dict[str, tuple[str, ...]]
     if kind == "pack-quantized":
-        parts = (
-            Part("weight_packed", ("I32",)),
-            Part("weight_scale", FLOATS),
-            Part("weight_shape", ("I64", "I32")),
-            Part("weight_zero_point", ("I32", "I8"), True),
-            Part("weight_g_idx", ("I32",), True),
-        )
-        return Format(name, parts, read_packed, UNUSED)
+        parts = {"weight_packed": WORDS, "weight_scale": FLOATS, "weight_shape": ("I64", "I32")}
+        parts |= {"weight_zero_point": ("I32", "I8"), "weight_g_idx": WORDS}
+        return Format(name, parts, read_packed, optional)
     stored = "I8" if kind == "int-quantized" else "F8_E4M3"
-    parts = Part("weight", (stored,)), Part("weight_scale", FLOATS), Part("weight_zero_point", ("I8",), True)
-    return Format(name, parts, read_plain, UNUSED)
+    parts = {"weight": (stored,), "weight_scale": FLOATS, "weight_zero_point": ("I8",)}
+    return Format(name, parts, read_plain, optional)
 
 
 def _fp8(stated: dict[str, Any]) -> Format:
     block = stated.get("weight_block_size")
-    blocks = {(None, None) if block is None else _block_size(block, "weight_block_size")}
-
-    if block is None:
-        blocks.add((1, None))  # a scale per output
+    blocks: set[Block] = {(None, None), (1, None)}  # a scale for the whole weight, or for each output
+    if block is not None:
+        blocks = {_block_size(block, "weight_block_size")}
 
     def read(tensors: Tensors) -> Tensor:
-        scales = [tensors[name] for name in ("weight_scale_inv", "weight_scale") if name in tensors]
+        scales = [tensors[name] for name in optional if name in tensors]
         if len(scales) != 1:
             raise ValueError(f"it has {len(scales)} of weight_scale_inv and weight_scale")
         return _floats(tensors["weight"], scales[0], blocks)
 
-    types = (*FLOATS, "F8_E8M0")
-    scales = Part("weight_scale_inv", types, True), Part("weight_scale", types, True)
-    return Format("fp8", (Part("weight", ("F8_E4M3",)), *scales), read, UNUSED)
+    optional = "weight_scale_inv", "weight_scale"
+    parts = {"weight": ("F8_E4M3",), **dict.fromkeys(optional, (*FLOATS, "F8_E8M0"))}
+    return Format("fp8", parts, read, optional)
 
 
 def _modelopt(stated: dict[str, Any]) -> Format:
@@ -331,11 +296,8 @@ def _modelopt(stated: dict[str, Any]) -> Format:
     return _fp8({})._replace(name="modelopt")
 
 
-# ---- bitsandbytes --------------------------------------------------------------------------------
-
-
 def _bitsandbytes(stated: dict[str, Any]) -> Format:
-    parts: tuple[Part, ...]
+    parts: dict[str, tuple[str, ...]]
     if stated.get("load_in_8bit") or stated.get("_load_in_8bit"):
 
         def read_8_bits(tensors: Tensors) -> Quantized | Tensor:
@@ -343,18 +305,16 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
                 raise ValueError(f"weight_format is {order.tolist()}; supported: 0, row by row")
             return _integers(tensors["weight"], None, tensors["SCB"].unsqueeze(1) / 127, 8, {(1, None)})
 
-        parts = Part("weight", ("I8",)), Part("SCB", ("F32",)), Part("weight_format", ("U8",), True)
-        return Format("bitsandbytes", parts, read_8_bits)
+        parts = {"weight": ("I8",), "SCB": ("F32",), "weight_format": ("U8",)}
+        return Format("bitsandbytes", parts, read_8_bits, ("weight_format",))
     kind = _one_of(stated, "bnb_4bit_quant_type", "fp4", ("nf4", "fp4"))
     state_end = f"weight.quant_state.bitsandbytes__{kind}"
 
     def read(tensors: Tensors) -> Tensor:
         state = json.loads(bytes(tensors[state_end].tolist()))
+        scales = tensors["weight.absmax"].flatten()
         # bnb_4bit_quant_storage only says as what the bytes are stored
-        scales, halves = (
-            tensors["weight.absmax"].flatten(),
-            tensors["weight"].flatten().view(torch.uint8).long(),
-        )
+        halves = tensors["weight"].flatten().view(torch.uint8).long()
         if ("weight.nested_absmax" in tensors) != (scales.dtype == torch.uint8):
             raise ValueError(f"absmax is {scales.dtype}; uint8 needs nested_absmax, floats exclude it")
         if "weight.nested_absmax" in tensors:
@@ -367,15 +327,10 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
         values = tensors["weight.quant_map"][torch.stack((halves >> 4, halves & 15), 1).flatten()[:size]]
         return (values * _spread(scales, state["blocksize"], size)).view(state["shape"])
 
-    parts = (
-        Part("weight.absmax", ("F32", "U8")),
-        Part("weight", ("U8", *FLOATS)),
-        Part("weight.quant_map", ("F32",)),
-        Part("weight.nested_absmax", ("F32",), True),
-        Part("weight.nested_quant_map", ("F32",), True),
-        Part(state_end, ("U8",)),
-    )
-    return Format("bitsandbytes", parts, read)
+    optional = "weight.nested_absmax", "weight.nested_quant_map"
+    parts = {"weight.absmax": ("F32", "U8"), "weight": ("U8", *FLOATS), state_end: ("U8",)}
+    parts |= dict.fromkeys(("weight.quant_map", *optional), ("F32",))
+    return Format("bitsandbytes", parts, read, optional)
 
 
 def _spread(scales: Tensor, block: Any, count: int) -> Tensor:
@@ -409,13 +364,14 @@ def choose_reader(stated: Any, config: Any, part: Any, model_impl: str) -> dict[
     transformers does not use the format's own package.
     """
     scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
-    try:
-        if choose_format(stated) is not None:
-            for one in filter(None, (config, part)):
-                vars(one).pop("quantization_config", None)
-            return stated  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise UnsupportedModelError(f"its weights are quantized with {scheme}, and {error}") from None
+    if (make_format := FORMATS.get(str(stated.get("quant_method")))) is not None:
+        try:
+            make_format(stated)
+        except ValueError as error:
+            raise UnsupportedModelError(f"its weights are quantized with {scheme}, and {error}") from None
+        for one in filter(None, (config, part)):
+            vars(one).pop("quantization_config", None)
+        return stated  # type: ignore[no-any-return]
     if scheme not in DEQUANTIZED:
         served = ", ".join((*FORMATS, *DEQUANTIZED))
         raise UnsupportedModelError(f"its weights are quantized with {scheme}; supported: {served}")
@@ -430,38 +386,36 @@ def choose_reader(stated: Any, config: Any, part: Any, model_impl: str) -> dict[
 
 
 class QuantizedFiles(Files):
-    """Reads a quantized checkpoint's tensors by name. A weight made of several tensors has one header.
+    """Reads a quantized checkpoint's tensors by name. A weight made of several tensors has one header."""
 
-    Raises:
-        ValueError: a part of a quantized weight is missing or has the wrong dtype.
-    """
-
-    def __init__(self, path: Path, rename: Callable[[str], str | None] | None, weight_format: Format) -> None:
+    def __init__(
+        self, path: Path, rename: Callable[[str], str | None] | None, stated: dict[str, Any]
+    ) -> None:
         super().__init__(path, rename)
-        self.weight_format = weight_format
+        weight_format = self.weight_format = FORMATS[stated["quant_method"]](stated)
         self._parts: dict[str, dict[str, TensorHeader]] = {}  # weight -> parts, by the ends of their names
-        headers, first = self.headers, weight_format.parts[0]
+        headers, (first, first_dtypes) = self.headers, next(iter(weight_format.parts.items()))
         for name, header in list(headers.items()):
-            if not name.endswith(f".{first.end}") or header.dtype not in first.dtypes:
+            if not name.endswith(f".{first}") or header.dtype not in first_dtypes:
                 continue
-            base, parts = name.removesuffix(first.end), {}
-            for part in weight_format.parts:
-                if (found := headers.pop(base + part.end, None)) is not None:
-                    if found.dtype not in part.dtypes:
+            base, parts = name.removesuffix(first), {}
+            for end, dtypes in weight_format.parts.items():
+                if (found := headers.pop(base + end, None)) is not None:
+                    if found.dtype not in dtypes:
                         raise ValueError(
-                            f"{found.file} holds tensor {base + part.end!r} as {found.dtype}; "
-                            f"in {weight_format.name} it must be one of {', '.join(part.dtypes)}"
+                            f"{found.file} holds tensor {base + end!r} as {found.dtype}; "
+                            f"in {weight_format.name} it must be one of {', '.join(dtypes)}"
                         )
-                    parts[part.end] = found
-                elif not part.is_optional:
-                    raise ValueError(f"{self.path} lacks tensor {base + part.end!r}, which {name!r} needs")
+                    parts[end] = found
+                elif end not in weight_format.optional:
+                    raise ValueError(f"{self.path} lacks tensor {base + end!r}, which {name!r} needs")
             self._parts[f"{base}weight"] = parts
             headers[f"{base}weight"] = header._replace(dtype="F32", shape=None)
         if not self._parts:
             raise ValueError(
                 f"{self.path}: config.json says {weight_format.name}, but no weight has this format"
             )
-        for name in [name for name in headers if name.rpartition(".")[2] in weight_format.unused]:
+        for name in [name for name in headers if name.rpartition(".")[2] in UNUSED]:
             del headers[name]
 
     def is_quantized(self, name: str) -> bool:

@@ -1,10 +1,10 @@
 """Reads a checkpoint's safetensors files by name, and has the checks that every checkpoint needs."""
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -23,30 +23,15 @@ class TensorHeader(NamedTuple):
     shape: tuple[int, ...] | None  # None: a quantized weight's, known only once it is read
 
 
-class Reader(Protocol):
-    """Reads a checkpoint's tensors by Hugging Face's names: `Files`, or `GGUFFile` of gguf.py."""
-
-    headers: dict[str, TensorHeader]  # by name
-
-    def is_quantized(self, name: str) -> bool:
-        """Return whether a weight is quantized."""
-
-    def read(self, name: str) -> Tensor | Quantized:
-        """Return a tensor."""
-
-
 class Files:
-    """Reads a checkpoint's tensors by name. The subclass `QuantizedFiles` reads quantized weights.
+    """Reads a checkpoint's tensors by Hugging Face's names. `QuantizedFiles` and `GGUFFile` are subclasses.
 
     `rename` returns a tensor's name in the model, or None for a tensor of a part that is not loaded.
-
-    Raises:
-        ValueError: a file is missing or damaged, or two files hold the same tensor.
+    ValueError: a file is missing or damaged, or two files hold the same tensor.
     """
 
     def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:
-        self.path = path
-        self.headers = _read_headers(path, rename)
+        self.path, self.headers = path, _read_headers(path, rename)
         self._opened: tuple[Path, Any] | None = None
 
     def is_quantized(self, name: str) -> bool:
@@ -62,8 +47,16 @@ class Files:
         opened = self._opened  # other threads read too
         if opened is None or opened[0] != header.file:
             opened = self._opened = header.file, open_tensors(header.file)
-        result: Tensor = opened[1].get_tensor(header.name)
-        return result
+        return opened[1].get_tensor(header.name)  # type: ignore[no-any-return]
+
+
+def read_as(files: Files, shapes: Mapping[str, tuple[int, ...]], name: str) -> Tensor | Quantized:
+    """Return a tensor, and check its shape: the header of a quantized weight does not state it."""
+    weight = files.read(name)
+    found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
+    if found != shapes[name]:
+        raise ValueError(f"tensor {name!r} has shape {found}, the config requires {shapes[name]}")
+    return weight
 
 
 def open_tensors(file: Path) -> Any:
@@ -91,10 +84,7 @@ def _read_headers(path: Path, rename: Callable[[str], str | None] | None) -> dic
 
 
 def _tensor_files(path: Path) -> list[Path]:
-    """Return the files that the index names. Without one: model.safetensors, or model*, or all others.
-
-    If the index names files that are not there, and there is a model.safetensors, the index is ignored.
-    """
+    """Return the files that the index names. Without one: model.safetensors, or model*, or all others."""
     index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
         if whole.is_file():  # the others are variants, such as model.fp16.safetensors
@@ -120,11 +110,7 @@ def _tensor_files(path: Path) -> list[Path]:
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the JSON object in a file, or the default if one is given and there is no file.
-
-    Raises:
-        ValueError: the file does not hold a JSON object.
-    """
+    """Return the JSON object in a file, or raise ValueError. If there is no file, any default is returned."""
     if default is not None and not path.is_file():
         return default
     try:
@@ -137,11 +123,7 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
 
 
 def read_config(path: Path, trust_remote_code: bool) -> Any:
-    """Return the transformers config of a directory, with the quantization settings of other files.
-
-    Raises:
-        ValueError: the directory holds no config.json, or it cannot be used.
-    """
+    """Return the transformers config of a directory, with the quantization settings of other files."""
     file = path / "config.json"
     if not file.is_file():
         if (path / "adapter_config.json").is_file():
@@ -199,10 +181,8 @@ def check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) -
     """Raise ValueError if a parameter would be filled with anything but floats of at least 16 bits."""
     for name, header in headers.items():
         if header.dtype not in FLOAT_DTYPES and (name in parameters or name.endswith(".weight")):
-            raise ValueError(
-                f"{header.file} holds tensor {name!r} as {header.dtype}; "
-                f"a weight must be one of {', '.join(FLOAT_DTYPES)}"
-            )
+            allowed = f"a weight must be one of {', '.join(FLOAT_DTYPES)}"
+            raise ValueError(f"{header.file} holds tensor {name!r} as {header.dtype}; {allowed}")
 
 
 def refuse_misfit(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:

@@ -25,18 +25,16 @@ class Exact(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func.overloadpacket
         if packet in ELEMENTWISE:
             args = _spread(args[0]), *args[1:]
-        elif packet in (_aten.conv1d, _aten.convolution) and _is_causal_convolution(*args):
-            return _convolve(*args)
+        elif packet in (_aten.conv1d, _aten.convolution):
+            x, weight, *_ = args
+            if x.dim() == 3 and weight.shape[1] == 1 and len(weight) == x.shape[1]:  # of each channel
+                return _convolve(*args)
         return func(*args, **(kwargs or {}))
 
 
 def _spread(x: Tensor) -> Tensor:
     """Copy a tensor with gaps between its elements: PyTorch then uses no vector instructions on it."""
     return x.new_empty(*x.shape, 2)[..., 0].copy_(x)
-
-
-def _is_causal_convolution(x: Tensor, weight: Tensor, *_: Any) -> bool:
-    return x.dim() == 3 and weight.shape[1] == 1 and len(weight) == x.shape[1]
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, *settings: Any) -> Tensor:
@@ -65,11 +63,7 @@ class ExactModel(HFModel):
 
 
 def make_exact(model: HFModel) -> None:
-    """Make a loaded model an `ExactModel`. Convolutions of single tokens then use no kernel either.
-
-    Raises:
-        ValueError: a layer multiplies by a weight outside of a linear layer, like Mamba's.
-    """
+    """Make a loaded model an `ExactModel`. Convolutions of single tokens then use no kernel either."""
     for module in model.modules():
         if "mamba_selective_scan" in getattr(module, "stand_ins", ()):
             raise ValueError(

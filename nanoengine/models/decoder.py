@@ -16,6 +16,9 @@ from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 
+Rope = tuple[Tensor, Tensor]  # cos and sin of each token's angles, (T, 1, D) each
+Weights = tuple[Tensor | None, Tensor | None]  # of the norms of Q's and K's heads, (D,); None: no norm
+
 # ---- Rotary position embedding ------------------------------------------------------------------
 
 
@@ -97,24 +100,18 @@ class PlainKernels:
 
     @staticmethod
     def norm_rotate_both(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        **where: Any,
+        q: Tensor, k: Tensor, v: Tensor, weights: Weights, eps: float, rope: Rope, **where: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Normalize the heads of q and k (T, .., D) if weights are given, rotate them, and return q, k, v.
 
-        cos and sin are (T, 1, D). A kernel that can write K and V to the cache finds the step's `attention`
-        and the layer's `cache` in `where`. It then returns the cache's K and V.
+        A kernel that can write K and V to the cache finds the step's `attention` and the layer's `cache` in
+        `where`. It then returns the cache's K and V.
         """
-        if q_weight is not None and k_weight is not None:
-            q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        q, k = (
+            x if weight is None else rms_norm(x, weight, eps)
+            for x, weight in zip((q, k), weights, strict=True)
+        )
+        return rotate(q, *rope), rotate(k, *rope), v
 
     @staticmethod
     def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -156,17 +153,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, attention: PagedAttention
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, cache: KVCache, attention: PagedAttention) -> Tensor:
         """Attend for a step's tokens: (T, E) -> (T, E)."""
         q, k, v = (
             part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
         )
-        weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         eps = 0.0 if self.q_norm is None else self.q_norm.eps
-        of_heads = q, k, v, *weights, eps, cos, sin
-        q, k, v = self.kernels.norm_rotate_both(*of_heads, attention=attention, cache=cache)
+        of_heads = (q_weight, k_weight), eps, rope
+        q, k, v = self.kernels.norm_rotate_both(q, k, v, *of_heads, attention=attention, cache=cache)
         out = attention(q, k, v, cache, scale=self.head_dim**-0.5, window=self.window)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
@@ -197,13 +192,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache,
-        attention: PagedAttention,
+        self, x: Tensor, residual: Tensor | None, rope: Rope, cache: KVCache, attention: PagedAttention
     ) -> tuple[Tensor, Tensor]:
         """Return this layer's output and the residual, (T, E) each, not yet added.
 
@@ -211,7 +200,7 @@ class DecoderLayer(nn.Module):
         layer). The addition is left to the next norm, because both together take one pass over memory.
         """
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, cos, sin, cache, attention)
+        x = self.self_attn(x, rope, cache, attention)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -259,11 +248,7 @@ class Decoder(nn.Module):
                 module.kernels = kernels
 
     def build_rope_table(self, num_positions: int, device: torch.device) -> None:
-        """Compute cos and sin for positions [0, num_positions), each (num_positions, 1, D) float32.
-
-        Raises:
-            ValueError: the checkpoint's rope settings are not numbers, or give no finite angles.
-        """
+        """Compute cos and sin for positions [0, num_positions), each (num_positions, 1, D) float32."""
         rope = self.config.rope
         try:
             inv_freq, factor = rope_frequencies(rope, self.config.head_dim)
@@ -287,7 +272,7 @@ class Decoder(nn.Module):
         cos, sin = (table[positions].to(x.dtype) for table in self.rope_table)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, cos, sin, cache, attention)
+            x, residual = layer(x, residual, (cos, sin), cache, attention)
         return self.norm(x, residual)[0]  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

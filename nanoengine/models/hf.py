@@ -11,10 +11,10 @@ replaces that code. If some of its layers keep a recurrent state, recurrent.py s
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention
-from nanoengine.backends.quantization import Pack, Quantized, floats
+from nanoengine.backends.quantization import Target, fill_quantized, floats
 from nanoengine.checkpoints.checkpoint import SERVED_DTYPES, Checkpoint
 from nanoengine.checkpoints.hf_config import (
     ATTENTION_NAME,
@@ -38,6 +38,7 @@ from nanoengine.checkpoints.safetensors_files import (
     UnsupportedModelError,
     as_value_error,
     check_dtypes,
+    read_as,
     refuse_misfit,
 )
 from nanoengine.config import EngineConfig
@@ -49,6 +50,8 @@ from nanoengine.signals import uninterrupted
 # state. Passes of one shape differ at most in the order of sums, by less than 1e-6 in float32. A wrong
 # position changes more than half of the norm.
 PROBE_TOLERANCE = 0.02
+# Our settings of attention -> transformers' names
+_NAMES = {"scale": "scaling", "window": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
 # Arguments that models pass to attention and that can be ignored here.
 _HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_position", "use_cache"))
 
@@ -57,45 +60,30 @@ Attend = Callable[..., Tensor]
 
 
 def _attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """Attend with the paged KV cache. transformers calls this function in each attention layer.
-
-    query is (1, H, T, D), key and value are (1, K, T, D).
-    """
+    """Attend with the paged KV cache, as a layer asks: query (1, H, T, D), key and value (1, K, T, D)."""
     if attention_mask is not None:
         raise UnsupportedModelError("it builds its own attention mask, which is not supported")
     # Some models pass is_causal=False for a single token, which needs no mask.
-    if (is_causal is False and query.shape[2] > 1) or getattr(module, "is_causal", True) is False:
+    is_causal = given.pop("is_causal", None) is not False or query.shape[2] == 1
+    if not is_causal or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
-    used = {name for name, x in others.items() if x is not None and x is not False}
+    settings = {ours: given.pop(theirs, None) for ours, theirs in _NAMES.items()}
+    used = {name for name, x in given.items() if x is not None and x is not False}
     if unknown := sorted(used - _HARMLESS):
         raise UnsupportedModelError(f"its attention uses {', '.join(unknown)}, which is not supported")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    settings = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
-    return module.paged_attend(q, k, v, **settings).unsqueeze(0), None  # type: ignore[operator]
+    if settings["scale"] is None:
+        settings["scale"] = q.shape[-1] ** -0.5
+    return module.paged_attend(q, k, v, **settings).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 
 def is_mixer(kind: type) -> bool:
-    """Return whether modules of a class store recurrent states in transformers' cache, judging by their code.
-
-    RecurrentGemma's module stores its state in itself. recurrent.py replaces its code.
-    """
+    """Return whether a class stores recurrent states in transformers' cache, or is RecurrentGemma's."""
     forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     stores_state = {"update_conv_state", "update_recurrent_state", "set_linear_cache"} & {*names}
@@ -113,10 +101,7 @@ class _Relay:
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the first operation that makes the host wait for a GPU.
-
-    Such an operation needs a value from the device, or moves a tensor to or from it.
-    """
+    """Records the first operation that needs a value from a GPU, or moves a tensor: the host would wait."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -200,8 +185,7 @@ class HFModel(nn.Module):
         weights = (x for x in causal_lm.parameters() if x.dim() == 3)
         if any(x.shape[-1] * x.element_size() % 16 for x in weights):
             getattr(causal_lm, "set_experts_implementation", str)("eager")  # since transformers 5
-        # The relay is an attribute of every module, because not every body passes keyword arguments on to its
-        # attention modules.
+        # An attribute of every module, because not every body passes keyword arguments on to its attention.
         self._relay = _Relay()
         for module in causal_lm.modules():
             module.paged_attend = self._relay
@@ -219,10 +203,7 @@ class HFModel(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention
     ) -> Tensor:
-        """Return the hidden states, (T, E), and write K and V to the caches.
-
-        input_ids and positions are (T,) int64.
-        """
+        """Return the hidden states, (T, E), and write K and V to the caches, as `Decoder.forward` does."""
         in_order = iter(caches)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
@@ -240,11 +221,7 @@ class HFModel(nn.Module):
         use_linear_layers(self.causal_lm)
 
     def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        inputs: dict[str, Any] = {
-            "input_ids": input_ids.unsqueeze(0),
-            "position_ids": positions.unsqueeze(0),
-            "use_cache": False,
-        }
+        inputs: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None]}
         if self.causal_lm.config.model_type == "llama4_text":  # it makes its masks if none are given
             masks = {"full_attention": None, "chunked_attention": None}
             # `cache` from transformers 5.24 on
@@ -253,7 +230,7 @@ class HFModel(nn.Module):
             inputs |= {name: _Llama4Cache(positions), "attention_mask": masks}
         self._relay.attention = attend
         try:
-            hidden: Tensor = self.body(**inputs)[0]
+            hidden: Tensor = self.body(**inputs, use_cache=False)[0]
         finally:
             self._relay.attention = None  # do not keep the caches alive
         return hidden[0]
@@ -338,28 +315,19 @@ def _differ(these: list[Tensor], those: list[Tensor]) -> bool:
 
 
 def load_hf(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    pack: Pack | None,
+    checkpoint: Checkpoint, config: EngineConfig, target: Target, max_model_len: int, adapter: Any
 ) -> HFModel:
-    """Load a model with transformers' code.
-
-    Raises:
-        ValueError: the files do not fit the config, or the model is not supported.
-    """
+    """Load a model with transformers' code, or raise ValueError: unsupported, or its files do not fit."""
     try:
         check_config(checkpoint.hf_config)  # `open_checkpoint` has not if decoder.py was to run it
-        causal_lm = _load_transformers(checkpoint, config, dtype, device, pack).to(device)
+        causal_lm = _load_transformers(checkpoint, config, target, adapter).to(target.device)
         return HFModel(causal_lm, max_model_len)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{checkpoint.architecture} is not supported: {error}") from error
 
 
 def _load_transformers(
-    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device, pack: Pack | None
+    checkpoint: Checkpoint, config: EngineConfig, target: Target, adapter: Any = None
 ) -> Any:
     """Return a transformers causal LM with its parameters read from files, or random (load_format "dummy").
 
@@ -367,7 +335,7 @@ def _load_transformers(
     accelerate, transformers fills it on the host first. The weights of quantized linear layers are zeros at
     first, which take no memory. Then each is read once, and packed for the device or dequantized.
     """
-    path = checkpoint.path
+    path, (dtype, device, _) = checkpoint.path, target
     auto: Any = AutoModelForCausalLM
     settings: dict[str, Any] = {
         "dtype": dtype,
@@ -381,53 +349,56 @@ def _load_transformers(
             return auto.from_config(checkpoint.hf_config, **settings)
     files = checkpoint.open_files()  # its errors are clearer than transformers'
     source: str | None = str(path)
-    quantized: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}  # of the weights of quantized layers
     if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
         source, settings["gguf_file"] = str(path.parent), path.name
     elif path.suffix == ".gguf" or checkpoint.quantization is not None:
         auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # headers use its names
-        quantized = _find_quantized(auto, checkpoint, files)
-        zero = torch.zeros((), dtype=dtype)
-        tensors = {f"{name}.weight": zero.expand(shape) for name, shape in quantized.items()}
-        read = ((name, files.read(name)) for name in files.headers if name not in tensors)
-        settings["state_dict"] = {name: floats(tensor, dtype) for name, tensor in read} | tensors
+        shapes = _find_quantized(auto, checkpoint, files, set() if adapter is None else adapter.names())
+        read = ((name, files.read(name)) for name in files.headers if name not in shapes)
+        settings["state_dict"] = {name: floats(tensor, dtype) for name, tensor in read}
+        settings["state_dict"] |= {name: torch.zeros((), dtype=dtype).expand(n) for name, n in shapes.items()}
     elif checkpoint.is_part:
         settings["key_mapping"] = PART_NAMES
     has_accelerate = find_spec("accelerate") is not None  # transformers requires it to fill a device
-    if device.type != "cpu" and not quantized and has_accelerate:
+    if device.type != "cpu" and not shapes and has_accelerate:
         settings["device_map"] = {"": device}
-    with as_value_error(path), _without_report():
-        causal_lm, report = auto.from_pretrained(
-            source,
-            config=checkpoint.hf_config,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `_check_loaded` reports them
-            **settings,
-        )
+    logger = logging.getLogger("transformers.modeling_utils")
+    with as_value_error(path):
+        logger.disabled = True  # it would report the tensors for which `_check_loaded` raises errors
+        try:
+            causal_lm, report = auto.from_pretrained(
+                source,
+                config=checkpoint.hf_config,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **settings,
+            )
+        finally:
+            logger.disabled = False
     _check_loaded(causal_lm, report, checkpoint, files.headers, is_converted="gguf_file" in settings)
-    adapter, tied = None, list[str]()
-    if config.lora is not None:
-        from nanoengine.checkpoints.lora import Adapter
-
-        adapter = Adapter(Path(config.lora), checkpoint.is_part)
-        tied = _untie(causal_lm, adapter)
-    _read_quantized(causal_lm, quantized, files, dtype, pack, adapter.names(tied) if adapter else set())
+    quantized = {name.removesuffix(".weight"): [name] for name in shapes}
+    fill_quantized(causal_lm, quantized, partial(read_as, files, shapes), target)
     if adapter is not None:
+        tied = _untie(causal_lm, adapter)
         adapter.merge(dict(causal_lm.named_parameters()), tied)
     return causal_lm
 
 
-def _find_quantized(kind: Any, checkpoint: Checkpoint, files: Any) -> dict[str, tuple[int, ...]]:
-    """Return the linear layers whose weights are quantized in the files, with the shapes of the weights."""
+def _find_quantized(
+    kind: Any, checkpoint: Checkpoint, files: Any, changed: set[str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the quantized weights of linear layers that no adapter changes, with their shapes."""
     with as_value_error(checkpoint.path), torch.device("meta"):
         shell = kind(copy.deepcopy(checkpoint.hf_config))
-    quantized = {}
-    for name, layer in shell.named_modules():
-        is_own = type(layer) is nn.Linear and layer.weight is not shell.get_input_embeddings().weight
-        if is_own and f"{name}.weight" in files.headers and files.is_quantized(f"{name}.weight"):
-            quantized[name] = tuple(layer.weight.shape)
-    return quantized
+    embedding, held = shell.get_input_embeddings().weight, files.headers.keys() - changed
+    return {
+        name: tuple(layer.weight.shape)
+        for name, layer in ((f"{path}.weight", layer) for path, layer in shell.named_modules())
+        if type(layer) is nn.Linear and layer.weight is not embedding
+        if name in held and files.is_quantized(name)
+    }
 
 
 def _check_loaded(
@@ -458,37 +429,3 @@ def _untie(causal_lm: Any, adapter: Any) -> list[str]:
     if len(tied) == 2 and adapter.unties(tied):
         ends[1].weight = nn.Parameter(ends[1].weight.clone(), requires_grad=False)
     return tied
-
-
-def _read_quantized(
-    causal_lm: Any,
-    quantized: dict[str, tuple[int, ...]],
-    files: Any,
-    dtype: torch.dtype,
-    pack: Pack | None,
-    changed: set[str],
-) -> None:
-    """Read the weights of quantized layers, and pack each one, unless the adapter changes it."""
-    for name, shape in quantized.items():
-        layer, weight, packed = causal_lm.get_submodule(name), files.read(f"{name}.weight"), None
-        if (weight.integers if isinstance(weight, Quantized) else weight).shape != shape:
-            raise ValueError(
-                f"{files.path} holds a tensor of another shape than the config requires: {name}.weight"
-            )
-        if pack is not None and isinstance(weight, Quantized) and f"{name}.weight" not in changed:
-            packed = pack(weight, layer.bias, dtype)
-        if packed is None:
-            layer.weight = nn.Parameter(floats(weight, dtype), requires_grad=False)
-        else:
-            causal_lm.set_submodule(name, packed)
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Silence transformers' report on tensors that do not fit: the caller raises errors for them."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = False

@@ -49,12 +49,10 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> Tensor:
     return slopes if num_powers == num_heads else torch.cat((slopes[1::2], slopes[::2]))[:num_heads]
 
 
-def _slopes_of(
-    module: Any, num_heads: int, round_to: torch.dtype = torch.float32, scale: float = 1.0
-) -> Tensor:
+def _slopes_of(module: Any, num_heads: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
     """Return a layer's slopes. They are made once, because a CUDA graph reads them at a fixed address."""
     if not hasattr(module, "alibi_slopes"):
-        slopes = alibi_slopes(num_heads).to(round_to).float() * scale
+        slopes = alibi_slopes(num_heads).to(dtype).float() * scale
         module.register_buffer("alibi_slopes", slopes.to(next(module.parameters()).device), persistent=False)
     result: Tensor = module.alibi_slopes
     return result
@@ -92,11 +90,7 @@ def _bloom_attention(self: Any, hidden_states: Tensor, residual: Tensor, **_: An
 
 
 def _falcon_attention(
-    self: Any,
-    hidden_states: Tensor,
-    alibi: Tensor | None,
-    position_embeddings: tuple[Tensor, Tensor],
-    **_: Any,
+    self: Any, hidden_states: Tensor, alibi: Tensor | None, position_embeddings: Any, **_: Any
 ) -> tuple[Tensor, None]:
     from transformers.models.falcon import modeling_falcon
 
@@ -104,12 +98,13 @@ def _falcon_attention(
     q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
     if self.new_decoder_architecture:  # _split_heads repeated the heads of K and V
         k, v = (x[:, :: self.num_heads // self.num_kv_heads] for x in (k, v))
-    slopes = None
     if alibi is None:
         q, k = rotate(q, k, *position_embeddings)
+        out = _attend(self, q, k, v)
     else:
         slopes = _slopes_of(self, self.num_heads, torch.bfloat16, self.inv_norm_factor)
-    return self.dense(_merge(_attend(self, q, k, v, alibi_slopes=slopes))), None
+        out = _attend(self, q, k, v, alibi_slopes=slopes)
+    return self.dense(_merge(out)), None
 
 
 def _mpt_attention(self: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:

@@ -50,9 +50,6 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
     module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
 
 
-# ---- Experts -------------------------------------------------------------------------------------
-
-
 def _split(experts: nn.Module, name: str, is_transposed: bool = False) -> None:
     """Replace a parameter of all experts with one layer per expert."""
     weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
@@ -64,10 +61,7 @@ def _split(experts: nn.Module, name: str, is_transposed: bool = False) -> None:
 
 
 def _mix(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts, (T, E), for x (T, E), indices and weights (T, k).
-
-    A token's sum is computed in float32, in the order of its own k experts, so other tokens do not change it.
-    """
+    """Return the weighted sum of each token's experts, (T, E), in float32: other tokens do not change it."""
     num_tokens, k = top_k_index.shape
     order = top_k_index.flatten().argsort(stable=True)  # (token, expert) pairs, sorted by expert
     counts = top_k_index.flatten().bincount(minlength=len(experts.down_proj)).tolist()
@@ -81,9 +75,6 @@ def _by_expert(layers: Iterable[nn.Module], x: Any, counts: list[int]) -> Tensor
     """Apply each expert's layer to its rows of x: counts[i] consecutive rows for expert i."""
     parts = zip(layers, x.split(counts), strict=True)
     return torch.cat([layer(rows) for layer, rows in parts if len(rows)])
-
-
-# ---- Routers -------------------------------------------------------------------------------------
 
 
 def _is_router(module: Any) -> bool:

@@ -4,7 +4,6 @@ This file loads the models of decoder.py. hf.py loads all other models with tran
 """
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from nanoengine.backends.quantization import Pack, PackedEmbedding, Quantized, floats
+from nanoengine.backends.quantization import Pack, Quantized, Target, fill_quantized, floats
 from nanoengine.backends.threads import on_all_cores
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.checkpoints.safetensors_files import (
+    Files,
     MisfitError,
-    Reader,
     TensorHeader,
     check_dtypes,
+    read_as,
     refuse_misfit,
 )
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
@@ -28,14 +28,13 @@ from nanoengine.models.decoder import Decoder
 from nanoengine.signals import uninterrupted
 
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
+    from nanoengine.checkpoints.lora import Adapter
     from nanoengine.models.hf import HFModel
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED_TO = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 # Fused layers -> Hugging Face's layers whose outputs they concatenate.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-# ---- A model on a device -------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -52,16 +51,19 @@ def load_model(
     """Build the model and fill every parameter from the checkpoint, or at random (load_format "dummy").
 
     A shard is the part of a decoder that one rank holds. `pack` turns quantized weights into layers, or
-    returns None for those to dequantize. Without it, all are dequantized.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
-            model is not supported.
+    returns None for those to dequantize. Without it, all are dequantized. ValueError: a tensor is missing,
+    unexpected or of the wrong shape, a file is damaged, or the model is not supported.
     """
-    misfit = None
+    misfit, adapter, target = None, None, Target(dtype, device, pack)
+    if config.lora is not None:
+        from nanoengine.checkpoints.lora import Adapter
+
+        adapter = Adapter(Path(config.lora), checkpoint.is_part)
     if checkpoint.decoder_config is not None:
         try:
-            return _load_decoder(checkpoint, config, dtype, device, max_model_len, shard, pack)
+            model = _load_decoder(checkpoint, config, target, shard, adapter)
+            model.build_rope_table(max_model_len, device)
+            return model
         except MisfitError as error:
             if config.model_impl not in ("auto", "vllm") or shard is not None or checkpoint.gguf is not None:
                 raise
@@ -69,7 +71,7 @@ def load_model(
     from nanoengine.models.hf import load_hf
 
     try:  # transformers accepts more names for the same tensors
-        return load_hf(checkpoint, config, dtype, device, max_model_len, pack)
+        return load_hf(checkpoint, config, target, max_model_len, adapter)
     except ValueError:
         if misfit is None:
             raise
@@ -77,26 +79,15 @@ def load_model(
 
 
 def _load_decoder(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    shard: Any,
-    pack: Pack | None,
+    checkpoint: Checkpoint, config: EngineConfig, target: Target, shard: Any, adapter: "Adapter | None"
 ) -> Decoder:
-    decoder_config = checkpoint.decoder_config
+    (dtype, device, _), decoder_config = target, checkpoint.decoder_config
     assert decoder_config is not None
     with uninterrupted(), torch.device("meta"):
         model = whole = Decoder(decoder_config).to(dtype)
         if shard is not None:
             model = Decoder(shard.config).to(dtype)
     files = None if config.load_format == "dummy" else checkpoint.open_files()
-    adapter = None
-    if config.lora is not None:
-        from nanoengine.checkpoints.lora import Adapter
-
-        adapter = Adapter(Path(config.lora), checkpoint.is_part)
     shapes = {} if files is None else check_fit(whole, files.headers, checkpoint.path)
     is_tied = model.config.tie_word_embeddings
     # If the files hold both a head and an embedding, the two may differ, so each is read by its own name.
@@ -114,14 +105,13 @@ def _load_decoder(
     else:
         _fill(model, files, shard, shapes)
         if quantized:
-            fill_quantized(model, quantized, partial(_read, files, shapes), pack, dtype)
+            fill_quantized(model, quantized, partial(read_as, files, shapes), target)
     if adapter is not None:
         adapter.merge(destinations(model), tied)
     # As transformers' `tie_weights` does: a head in the files is used, even if the config says tied.
     is_plain = not {"lm_head", "embed_tokens"} & quantized.keys()
     if is_tied and is_plain and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.lm_head.weight = model.embed_tokens.weight
-    model.build_rope_table(max_model_len, device)
     return model
 
 
@@ -136,7 +126,7 @@ def _fill_at_random(model: Decoder, seed: int, device: torch.device) -> None:
             parameter.copy_(drawn.normal_(0.0, 0.02, generator=generator))
 
 
-def _fill(model: Decoder, files: Reader, shard: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+def _fill(model: Decoder, files: Files, shard: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Copy each tensor, or the shard's part of it, from the mapped files, one tensor at a time."""
     wanted: dict[str, list[Tensor]] = {}
     for name, parameter in destinations(model).items():
@@ -144,7 +134,7 @@ def _fill(model: Decoder, files: Reader, shard: Any, shapes: dict[str, tuple[int
 
     def fill(name: str) -> None:
         for filled in wanted.get(name, ()):  # empty for a quantized weight
-            weight = _read(files, shapes, name)
+            weight = read_as(files, shapes, name)
             if shard is not None:
                 whole = floats(weight, torch.float32) if isinstance(weight, Quantized) else weight
                 weight = whole[shard.slices(name, filled.dim())]
@@ -154,24 +144,10 @@ def _fill(model: Decoder, files: Reader, shard: Any, shapes: dict[str, tuple[int
     on_all_cores("reading weights", fill, files.headers)
 
 
-def _read(files: Reader, shapes: dict[str, tuple[int, ...]], name: str) -> Tensor | Quantized:
-    """Return a tensor, and check its shape: the header of a quantized weight does not state it."""
-    weight = files.read(name)
-    found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
-    if found != shapes[name]:
-        raise ValueError(f"tensor {name!r} has shape {found}, the config requires {shapes[name]}")
-    return weight
-
-
-# ---- Hugging Face's names of a decoder's tensors --------------------------------------------------
-
-
 def check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> dict[str, tuple[int, ...]]:
     """Check that files hold exactly the model's tensors, and return the shape of each.
 
-    Raises:
-        MisfitError: a tensor is missing or unexpected.
-        ValueError: a tensor's shape differs from the config's, or its dtype is not a float.
+    MisfitError: a tensor is missing or unexpected. ValueError: its shape or dtype is wrong.
     """
     shapes = {name: tuple(part.shape) for name, part in destinations(model).items()}
     if model.config.tie_word_embeddings and HEAD in headers:
@@ -210,15 +186,12 @@ def destinations(model: Decoder) -> dict[str, Tensor]:
     return result
 
 
-def source_of(name: str, files: Reader) -> str:
+def source_of(name: str, files: Files) -> str:
     """Return the name of the tensor that fills a weight. Files may hold only one of two tied weights."""
     return TIED_TO[name] if name in TIED_TO and name not in files.headers else name
 
 
-# ---- Layers with quantized weights ---------------------------------------------------------------
-
-
-def find_quantized(model: Decoder, files: Reader, changed: set[str]) -> dict[str, list[str]]:
+def find_quantized(model: Decoder, files: Files, changed: set[str]) -> dict[str, list[str]]:
     """Return the layers with quantized weights in the files, and the names of these weights there.
 
     These layers lose their weight parameters, so no memory is allocated for them. Layers that an adapter
@@ -234,39 +207,6 @@ def find_quantized(model: Decoder, files: Reader, changed: set[str]) -> dict[str
     for path in quantized:
         model.get_submodule(path).register_parameter("weight", None)
     return quantized
-
-
-def fill_quantized(
-    model: Decoder,
-    quantized: dict[str, list[str]],
-    read: Callable[[str], Any],
-    pack: Pack | None,
-    dtype: torch.dtype,
-) -> None:
-    """Replace these layers with what `pack` returns, or dequantize their weights. Tied layers share one."""
-
-    def make(path: str) -> nn.Module | nn.Parameter:
-        parts = [read(name) for name in quantized[path]]
-        if pack is not None and all(isinstance(part, Quantized) for part in parts):
-            layer: Any = model.get_submodule(path)
-            if (packed := pack(Quantized.cat(parts), getattr(layer, "bias", None), dtype)) is not None:
-                return packed
-        weight = torch.cat([floats(part, dtype) for part in parts]).to(model.norm.weight.device)
-        return nn.Parameter(weight, requires_grad=False)
-
-    paths = {tuple(names): path for path, names in reversed(quantized.items())}  # the first layer of each
-    made = dict(zip(paths, on_all_cores("packing weights", make, paths.values()), strict=True))
-    for path, names in quantized.items():
-        layer, new = model.get_submodule(path), made[tuple(names)]
-        if isinstance(new, nn.Parameter):
-            layer.weight = new
-        else:
-            model.set_submodule(
-                path, PackedEmbedding.of(layer, new) if isinstance(layer, nn.Embedding) else new
-            )
-
-
-# ---- Size and identity of the weights ------------------------------------------------------------
 
 
 def describe_weights(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, shard: Any) -> str:

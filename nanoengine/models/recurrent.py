@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -47,10 +48,7 @@ class StateSpec(NamedTuple):
 
 
 class _Call:
-    """Stands in for transformers' cache in one call of a mixer. It holds one row of state per sequence.
-
-    If the sequences start here, the states are absent: transformers' code then starts from zeros.
-    """
+    """Stands in for transformers' cache in one call of a mixer, with a row of state per sequence, or none."""
 
     def __init__(self, past: Memory) -> None:
         self.states = past
@@ -64,20 +62,13 @@ class _Call:
         return self.states.get(("recurrent", state_idx))
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """Return whether the sequences have states from earlier tokens."""
         return bool(self.states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return whether the cache keeps more inputs than a convolution's width. This cache does not."""
-        return False
+        return False  # it keeps no more inputs than a convolution's width
 
     def update_conv_state(
-        self,
-        conv_states: Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: Any = None, **_: Any
     ) -> Tensor:
         """Store the last inputs, given new ones (N, ..., T). Returns the previous inputs and the new ones."""
         key = "conv", state_idx
@@ -100,7 +91,6 @@ class _Call:
     get_linear_cache = get_recurrent_state  # MiniMax's name
 
     def set_linear_cache(self, layer_idx: int, states: Tensor) -> None:
-        """Store the recurrent state. MiniMax calls it by this name."""
         self.update_recurrent_state(states, layer_idx)
 
 
@@ -120,11 +110,7 @@ class InPlace:
 
 
 class States:
-    """Owns the states of a model's mixers, and runs the mixers.
-
-    Args:
-        mixers: the mixers of a transformers model. Their `forward` is replaced by one that calls `mix`.
-    """
+    """Owns the states of a model's mixers, whose `forward` it replaces by one that calls `mix`."""
 
     def __init__(self, mixers: list[nn.Module]) -> None:
         self.specs: list[dict[Key, StateSpec]] = []  # one per mixer, in call order; set by `probe`
@@ -147,11 +133,7 @@ class States:
         return sum(spec.num_bytes for specs in self.specs for spec in specs.values())
 
     def count_slots(self, limit: int, cache_bytes: int) -> int:
-        """Return for how many sequences cache_bytes can hold the states, up to `limit`.
-
-        Raises:
-            ValueError: not a single one fits.
-        """
+        """Return how many sequences' states fit in cache_bytes, at most `limit`. ValueError: not even one."""
         num_slots = min(cache_bytes // self.slot_bytes - NUM_RESERVED_SLOTS, limit)
         if num_slots < 1:
             raise ValueError(
@@ -161,11 +143,7 @@ class States:
         return num_slots
 
     def allocate(self, num_slots: int, device: torch.device) -> None:
-        """Allocate memory for num_slots slots, including the reserved ones.
-
-        Raises:
-            ValueError: there is not enough memory.
-        """
+        """Allocate memory for num_slots slots, including the reserved ones, or raise ValueError."""
         self.memory = []  # free the old memory first
         try:
             self.memory = [
@@ -200,14 +178,7 @@ class States:
             self._probed = None
 
     def mix(self, mixer: Any, forward: Callable[..., Any], arguments: dict[str, Any], cache: str) -> Any:
-        """Return a mixer's result for a flat batch, from several calls of its own forward pass.
-
-        Args:
-            mixer: one of the model's mixers.
-            forward: the forward pass of its class, or its replacement in FORWARDS.
-            arguments: of `forward`, by name.
-            cache: the name of the argument that takes transformers' cache.
-        """
+        """Return a mixer's result for a flat batch, from several calls of its class's `forward`."""
         num_tokens = next(x.shape[1] for x in arguments.values() if isinstance(x, Tensor))
 
         def compute(select: Callable[[Tensor], Tensor], past: Memory, is_prompt: bool) -> tuple[Any, Memory]:
@@ -250,7 +221,7 @@ class States:
         for first, end, source, target, is_prompt in layout.parts:
             # A mixer may write to the state it gets, and the source must not change: pass a copy.
             past = {key: x[source : source + 1].clone() for key, x in memory.items() if source != ZERO_SLOT}
-            out, states = compute(partial(_rows, first, end), past, is_prompt)
+            out, states = compute(itemgetter((slice(None), slice(first, end))), past, is_prompt)
             outs.append(out)
             places.append(slice(first, end))
             for key, x in states.items():
@@ -295,10 +266,7 @@ def _take_over(mixer: nn.Module, states: States) -> None:
 
 
 def _with_globals(function: Any, names: dict[str, Any]) -> FunctionType:
-    """Return a copy of a function for which these names have other values than in its module.
-
-    transformers has no registry for such functions, and its module must not change: other models use it too.
-    """
+    """Return a copy of a function for which these names have other values than in its module."""
     given = function.__name__, function.__defaults__, function.__closure__
     copy = FunctionType(function.__code__, {**function.__globals__, **names}, *given)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -335,8 +303,8 @@ def _scan_of_mamba(
     dt = nn.functional.softplus(dt)
     if states.kernels is not None:
         memory, slots, new = _lay_out(state, len(x), *A.shape)
-        rows = (y.transpose(1, 2) for y in (x, dt, B, C))
-        out = _mamba(states.kernels, A, *rows, memory, slots).transpose(1, 2)
+        of_x, of_dt, of_B, of_C = (y.transpose(1, 2) for y in (x, dt, B, C))
+        out = states.kernels.mamba(of_x, of_dt, A, of_B, of_C, memory, slots).transpose(1, 2)
     else:
         new = x.new_zeros(len(x), *A.shape, dtype=torch.float32) if state is None else state.float()
         outs = []
@@ -363,16 +331,9 @@ def _step_of_mamba(states: States, function: Any, state: Any, *tensors: Tensor, 
     x, dt, A, B, C, D = tensors
     if kwargs["dt_bias"] is not None:
         dt = dt + kwargs["dt_bias"].to(dt.dtype)
-    rows = (y.unsqueeze(1) for y in (x, nn.functional.softplus(dt), B, C))
-    out = _mamba(states.kernels, A, *rows, state.memory, state.slots)[:, 0]
-    return ((out + x * D) * nn.functional.silu(kwargs["z"])).to(x.dtype)
-
-
-def _mamba(kernels: Any, A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *state: Any) -> Tensor:
-    """Call Mamba's kernel: x and dt (N, T, I), B and C (N, T, S)."""
-    x, dt, b, c = (y.contiguous() for y in (x, dt.float(), B.to(x.dtype), C.to(x.dtype)))
-    out: Tensor = kernels.mamba(x, dt, A.contiguous(), b, c, *state)
-    return out
+    dt = nn.functional.softplus(dt)
+    out = states.kernels.mamba(x[:, None], dt[:, None], A, B[:, None], C[:, None], state.memory, state.slots)
+    return ((out[:, 0] + x * D) * nn.functional.silu(kwargs["z"])).to(x.dtype)
 
 
 def _delta_rule(
@@ -424,8 +385,8 @@ def _step_of_mamba2(
     memory, slots, new = _lay_out(state)
     dt = (dt[..., 0] + dt_bias[:, 0].to(dt.dtype)).float()
     dt = nn.functional.softplus(dt).clamp(*states.time_limits)
-    rows = (y.unsqueeze(1) for y in (x, dt, B, C))
-    out = _mamba2(states.kernels, A[:, 0, 0], D[:, 0], *rows, memory, slots)[:, 0]
+    rows = x[:, None], dt[:, None], A[:, 0, 0], B[:, None], C[:, None], D[:, 0]
+    out = states.kernels.mamba2(*rows, memory, slots)[:, 0]
     if isinstance(state, Tensor) and new is not state:
         state.copy_(new)
     z = kwargs.get("z")
@@ -439,17 +400,7 @@ def _scan_of_mamba2(states: States, function: Any, *tensors: Tensor, **kwargs: A
     x, dt, A, B, C = tensors
     memory, slots, new = _lay_out(kwargs["initial_states"], len(x), *x.shape[2:], B.shape[3])
     dt = nn.functional.softplus((dt + kwargs["dt_bias"].to(dt.dtype)).float()).clamp(*states.time_limits)
-    return _mamba2(states.kernels, A, kwargs["D"], x, dt, B, C, memory, slots), new
-
-
-def _mamba2(
-    kernels: Any, A: Tensor, D: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *state: Any
-) -> Tensor:
-    """Call Mamba2's kernel: x (N, T, H, P), dt (N, T, H), B and C (N, T, G, S), A and D (H,)."""
-    x, dt, b, c = (y.contiguous() for y in (x, dt, B.to(x.dtype), C.to(x.dtype)))
-    a, d = A.float().contiguous(), D.float().contiguous()
-    out: Tensor = kernels.mamba2(x, dt, a, b, c, d, *state)
-    return out
+    return states.kernels.mamba2(x, dt, A, B, C, kwargs["D"], memory, slots), new
 
 
 def _griffin_block(
@@ -490,11 +441,6 @@ STEPS = {
 }
 
 
-def _rows(first: int, end: int, x: Tensor) -> Tensor:
-    """Return rows [first, end) of x (1, T, ...)."""
-    return x[:, first:end]
-
-
 def _map(value: Any, num_tokens: int, select: Callable[[Tensor], Tensor]) -> Any:
     """Return an argument with `select` applied to every tensor in it that is (1, T, ...)."""
     if isinstance(value, Tensor):
@@ -507,10 +453,7 @@ def _map(value: Any, num_tokens: int, select: Callable[[Tensor], Tensor]) -> Any
 
 
 def _merge(outs: list[Any], places: list[Any], num_tokens: int) -> Any:
-    """Merge results (N, 1, ...) and (1, T, ...), or tuples of them, into one result (1, num_tokens, ...).
-
-    Other values in a tuple become None, because no layer reads them.
-    """
+    """Merge results (N, 1, ...) and (1, T, ...), or tuples, into (1, num_tokens, ...). Others become None."""
     if isinstance(outs[0], tuple):
         return tuple(_merge(list(of_one), places, num_tokens) for of_one in zip(*outs, strict=True))
     if not isinstance(outs[0], Tensor):

@@ -440,8 +440,8 @@ def test_a_layer_in_one_call_equals_separate_calls_bit_for_bit(
     groups = GroupedAttention(lambda group, _: None if group.slot_mapping is None else attention, by_group, 8)
     caches = [KVCache(*(x.clone() for x in kv), group=1) for _ in range(2)]
     for before in (residual, None):
-        separate = layer(x, before, *rope, caches[0], attention)
-        at_once = CompiledLayer(layer, kernels)(x, before, *rope, caches[1], groups)
+        separate = layer(x, before, rope, caches[0], attention)
+        at_once = CompiledLayer(layer, kernels)(x, before, rope, caches[1], groups)
         assert all(map(torch.equal, at_once, separate))
         assert at_once[0].isfinite().all()
     for ours, theirs, old in zip((caches[1].k, caches[1].v), (caches[0].k, caches[0].v), kv, strict=True):
@@ -465,7 +465,7 @@ def test_the_last_layer_computes_the_needed_rows_as_it_would_beside_all_others(d
             attention = CompiledAttention(metadata._replace(needed_rows=rows), 8, kernels)
             caches.append(KVCache(*(x.clone() for x in kv)))
             call = CompiledLayer(layer, kernels, is_last)
-            results.append(call(x, before, *rope, caches[-1], attention))
+            results.append(call(x, before, rope, caches[-1], attention))
         for mine, theirs in zip(*results, strict=True):
             assert not mine[others].any()
             assert torch.equal(mine[rows][is_exact], theirs[rows][is_exact])

@@ -84,7 +84,7 @@ def test_one_launch_prepares_queries_and_writes_keys_and_values(
     q, k, v = (x.view(3, -1, dim) for x in qkv.split([heads * dim, *[kv_heads * dim] * 2], dim=1))
     weights = [torch.randn(dim, device=DEVICE).to(dtype) if is_normed else None for _ in "qk"]
     angles = torch.rand(3, 1, dim // 2, device=DEVICE).repeat(1, 1, 2)
-    of_heads = *weights, 1e-6, angles.cos().to(dtype), angles.sin().to(dtype)
+    of_heads = weights, 1e-6, (angles.cos().to(dtype), angles.sin().to(dtype))
     wanted = PlainKernels.norm_rotate_both(q, k, v, *of_heads)
     slots = torch.tensor([9, 0, 6], device=DEVICE)
     cache = KVCache(*(torch.randn(4, 4, kv_heads, dim, device=DEVICE).to(dtype) for _ in "kv"))
@@ -107,10 +107,10 @@ def test_one_launch_prepares_queries_and_writes_keys_and_values(
 
 def test_without_a_place_for_them_pytorch_rotates_keys():
     q, k, v = (torch.randn(2, 1, 16) for _ in "qkv")
-    cos, sin = torch.ones(2, 1, 16), torch.zeros(2, 1, 16)
+    rope = torch.ones(2, 1, 16), torch.zeros(2, 1, 16)
     attention = types.SimpleNamespace(place_for=lambda q, cache: None)
     got = layers.TritonKernels(PlainKernels).norm_rotate_both(
-        q, k, v, None, None, 0.0, cos, sin, attention=attention, cache=KVCache(k, v)
+        q, k, v, (None, None), 0.0, rope, attention=attention, cache=KVCache(k, v)
     )
     assert all(map(torch.equal, got, (q, k, v)))
 

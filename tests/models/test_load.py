@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.backends.quantization import PackedEmbedding
+from nanoengine.backends.quantization import PackedEmbedding, Target
 from nanoengine.checkpoints.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers
@@ -477,7 +477,7 @@ def loaded_on(device, path, **settings):
     """Return transformers' model as it was loaded, before anything moves it."""
     config = EngineConfig(model=str(path), model_impl="transformers", **settings)
     opened = open_checkpoint(config.model, model_impl="transformers")
-    return _load_transformers(opened, config, torch.bfloat16, torch.device(device), lambda *_: None)
+    return _load_transformers(opened, config, Target(torch.bfloat16, torch.device(device), lambda *_: None))
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -43,13 +43,8 @@ def load_library(types: int, exact: bool = False) -> tuple[ctypes.CDLL, bool]:
 
     If they cannot be compiled, a library of the wheel is loaded. A file's name contains the digest of its
     content, so that a truncated file is not loaded. If the compiler does not support OpenMP, as Apple's does
-    not, the kernels use one thread.
-
-    Returns:
-        The library, and whether it was compiled now.
-
-    Raises:
-        NoKernelsError: there is no compiler, or the compiler fails, and the wheel has no library.
+    not, the kernels use one thread. Returns the library, and whether it was compiled now. NoKernelsError:
+    there is no compiler, or the compiler fails, and the wheel has no library.
     """
     flags = f"{FLAGS} -DEXACT" if exact else FLAGS
     try:
@@ -118,13 +113,7 @@ COMPILER_SECONDS = 60  # the compiler is killed after this time
 
 
 def _run(command: list[str], directory: str) -> str:
-    """Run a compiler and return its output. Its temporary files go to `directory`.
-
-    None of its processes outlives the call.
-
-    Raises:
-        NoKernelsError: the compiler fails or does not end.
-    """
+    """Run a compiler, none of whose processes outlives the call, and return its output, or NoKernelsError."""
     with ExitStack() as delayed:
         # A signal between Popen and `try` would leave the compiler running.
         delayed.enter_context(uninterrupted())

@@ -26,11 +26,8 @@ class Kernels:
 
     The constructor compiles them for one dtype, and `serves` for any other when it is first requested.
     The KV cache has the same dtype, or is an int8 cache (backends/int8_cache.py). With `exact`, results have
-    the same bits under any schedule (docs/guide/bits.md).
+    the same bits under any schedule (docs/guide/bits.md). NoKernelsError says why there are no kernels.
     Source of the idea: vLLM's `csrc/cpu`.
-
-    Raises:
-        NoKernelsError: the kernels can neither be compiled nor loaded. The message gives the reason.
     """
 
     def __init__(
@@ -40,6 +37,7 @@ class Kernels:
         self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
         self.library = self._load(dtype)
         self.has_one_thread = ctypes.c_bool.in_dll(self.library, "one_thread").value  # no OpenMP
+        self.num_outputs = ctypes.c_int64.in_dll(self.library, "outputs").value  # in a packed weight's block
         self._libraries: dict[torch.dtype, ctypes.CDLL | None] = {dtype: self.library}  # None: not available
 
     def _load(self, dtype: torch.dtype) -> ctypes.CDLL:
@@ -66,10 +64,7 @@ class Kernels:
     def decode_attention(
         self, out: Tensor, q: Tensor, cache: KVCache, sequences: tuple[Tensor, ...], settings: Settings
     ) -> None:
-        """Attend for sequences with one new token: from rows of q (T, H, D), into out (T, H, D').
-
-        The sequences are block tables (S, blocks) int32, lengths (S,) int32, and rows (S,) int64.
-        """
+        """Attend for sequences with one new token: block tables, lengths, and rows of q (T, H, D) and out."""
         sizes = *sequences[0].shape, *_layer(out, q, cache, settings)
         self.call("decode_attention", out, q, cache.k, cache.v, *sequences, *sizes)
 
@@ -101,25 +96,11 @@ class Kernels:
         return out
 
     def norm_rotate_both(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        **where: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, weights: Any, eps: float, rope: Any, **where: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply `norm_rotate` to queries and keys. Returns q, k and v."""
-        of_k = self.norm_rotate(k, k_weight, eps, cos, sin)
-        return self.norm_rotate(q, q_weight, eps, cos, sin), of_k, v
-
-    @functools.cached_property
-    def num_outputs(self) -> int:
-        """The number of outputs in a block of a packed weight."""
-        return ctypes.c_int64.in_dll(self.library, "outputs").value
+        q, k = (self.norm_rotate(x, weight, eps, *rope) for x, weight in zip((q, k), weights, strict=True))
+        return q, k, v
 
     def can_multiply(self, weight: Tensor) -> bool:
         """Return whether `linear` supports that weight, (N, I)."""
@@ -172,17 +153,16 @@ class Kernels:
         self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, form: Form = PLAIN
     ) -> Tensor:
         """Multiply x (.., I) by a packed weight of that form, and add bias (N,): (.., N)."""
-        out = x.new_empty(*x.shape[:-1], num_outputs)
-        num_inputs = x.shape[-1]
+        out, num_inputs = x.new_empty(*x.shape[:-1], num_outputs), x.shape[-1]
         sizes = x.numel() // num_inputs, num_inputs, num_outputs
         self.call("linear", out, x.contiguous(), packed, bias, *sizes, *form)
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, (T, I), for gate_up (T, 2 I)."""
-        num_rows, width = gate_up.shape
-        out = gate_up.new_empty(num_rows, width // 2)
-        self.call("silu_and_mul", out, gate_up, num_rows, width // 2)
+        num_rows, size = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_rows, size)
+        self.call("silu_and_mul", out, gate_up, num_rows, size)
         return out
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
@@ -193,10 +173,7 @@ class Kernels:
         return tokens, largest
 
     def call(self, name: str, first: Tensor, *arguments: Any) -> None:
-        """Call a kernel for the dtype of the first tensor.
-
-        Tensors are passed as addresses, and None as a null pointer.
-        """
+        """Call a kernel for the first tensor's dtype. Tensors become addresses, and None a null pointer."""
         function = self._functions.get((name, first.dtype))
         if function is None:
             self.serves(first.dtype)

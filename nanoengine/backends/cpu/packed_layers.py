@@ -8,19 +8,15 @@ from torch import Tensor, nn
 from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels, as_int64
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.paged_attention import GroupedAttention, PagedAttention
+from nanoengine.backends.paged_attention import GroupedAttention
 from nanoengine.backends.quantization import Form, Quantized, quantize, replace_linears
 
 
 class PackedLinear(nn.Module):
     """A linear layer with its weight in the layout that `Kernels.linear` reads.
 
-    Args:
-        weight: (out, in), plain or quantized.
-        bias: (out,) or None.
-        kernels: for them `can_multiply(weight)` is true, or the weight is quantized.
-        dtype: of inputs and outputs.
-        activation_bits: 8 if the kernel rounds inputs for products with quantized weights.
+    The weight, (out, in), is quantized, or `kernels.can_multiply(weight)` is true. `dtype` is that of inputs
+    and outputs. With activation_bits of 8, the kernel rounds inputs for products with quantized weights.
     """
 
     packed: Tensor
@@ -88,10 +84,7 @@ class PackedLinear(nn.Module):
 def pack_linear(
     layer: nn.Linear, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0
 ) -> nn.Module:
-    """Return the layer with its weight in the fastest layout, which may be the layer itself.
-
-    Results are equal up to rounding. The weight is quantized if `bits` is 4 or 8.
-    """
+    """Return the layer, or one with its weight in a faster layout, quantized if `bits` is 4 or 8."""
     weight: Tensor = layer.weight
     if kernels is not None and bits:
         return PackedLinear(quantize(weight, bits), layer.bias, kernels, weight.dtype, activation_bits)
@@ -139,24 +132,18 @@ class CompiledLayer(nn.Module):
         return [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache,
-        attention: PagedAttention | GroupedAttention,
+        self, x: Tensor, residual: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache, attention: Any
     ) -> tuple[Tensor, Tensor]:
         """Compute the same as `DecoderLayer`. In the last layer, rows that are not needed are zeros."""
         if isinstance(attention, GroupedAttention):
             attention = attention.groups[cache.group]
         if not isinstance(attention, CompiledAttention):
-            return self.layer(x, residual, cos, sin, cache, attention)  # type: ignore[no-any-return]
+            return self.layer(x, residual, rope, cache, attention)  # type: ignore[no-any-return]
         needed = attention.needed_rows if self.is_last else None
         batch = attention.description if needed is None else attention.last_description
         out, total = x.new_empty(2, len(x) if needed is None else len(needed), x.shape[1])
         self.kernels.call(
-            "decoder_layer", out, total, x, residual, cos, sin, cache.k, cache.v,
+            "decoder_layer", out, total, x, residual, *rope, cache.k, cache.v,
             self.description, batch, len(x), self.eps, self.scale,
         )  # fmt: skip
         if needed is not None:

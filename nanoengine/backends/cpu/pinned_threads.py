@@ -94,12 +94,8 @@ def place(num_threads: int, allowed: Set[int], system: Path = SYSTEM) -> tuple[i
     Threads are pinned if there is one for each CPU, for each core, or for each of the largest cores. With
     fewer threads, another process may use the other cores, and the two must not choose the same ones. The
     CPUs of a core share its arithmetic units, so with one thread for each core, no two threads share a core.
-    Threads with consecutive numbers are on the same socket.
-
-    Args:
-        num_threads: of the team.
-        allowed: the CPUs that this process may use.
-        system: where Linux describes the CPUs. A CPU that is not described counts as a core of its own.
+    Threads with consecutive numbers are on the same socket. `system` is where Linux describes the CPUs. One
+    that is not described counts as a core of its own.
     """
     cores: dict[str, tuple[int, int, int]] = {}  # of each: capacity (negative), socket, first CPU
     for cpu in sorted(allowed):

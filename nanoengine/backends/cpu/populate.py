@@ -44,10 +44,7 @@ class PopulatingForward(Forward):
         return compute(inputs)
 
     def look_ahead(self, is_idle: bool) -> None:
-        """Start the thread if half of the blocks populated in advance are in use; if idle, any of them.
-
-        The thread runs on the CPUs that the calling thread may use.
-        """
+        """Start the thread if half of the blocks populated in advance are in use; if idle, any of them."""
         num_used = self._highest - self._planned_for
         is_due = num_used >= (1 if is_idle else self._max_blocks / 2)
         if is_due and self._memory and not self._thread.is_alive():

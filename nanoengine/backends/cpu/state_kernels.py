@@ -17,10 +17,7 @@ class StateKernels:
     def conv_step(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Slots, silu: bool
     ) -> Tensor:
-        """Return a causal convolution's next output (N, C) for x (N, C).
-
-        weight is (C, W), states are (slots, C, W).
-        """
+        """Return a convolution's next output (N, C) for x (N, C), weight (C, W) and states (slots, C, W)."""
         out = torch.empty_like(x)
         self.call("conv_step", out, x, weight, bias, states, *slots, *x.shape, weight.shape[1], int(silu))
         return out
@@ -42,8 +39,10 @@ class StateKernels:
     ) -> Tensor:
         """Return Mamba2's outputs (N, T, H, P) for x (N, T, H, P), b and c (N, T, G, S).
 
-        dt (N, T, H), a and d (H,), and states (slots, H, P, S) are float32.
+        dt (N, T, H), a and d (H,), and states (slots, H, P, S) are computed with in float32.
         """
+        x, b, c = (y.to(x.dtype).contiguous() for y in (x, b, c))
+        dt, a, d = (y.float().contiguous() for y in (dt, a, d))
         out = torch.empty_like(x)
         self.call("mamba2", out, x, dt, a, b, c, d, states, *slots, *x.shape, *b.shape[2:])
         return out
@@ -53,8 +52,10 @@ class StateKernels:
     ) -> Tensor:
         """Return Mamba's outputs (N, T, I) for x (N, T, I), b and c (N, T, S).
 
-        dt (N, T, I), a (I, S) and states (slots, I, S) are float32.
+        dt (N, T, I), a (I, S) and states (slots, I, S) are computed with in float32.
         """
+        x, b, c = (y.to(x.dtype).contiguous() for y in (x, b, c))
+        dt, a = (y.float().contiguous() for y in (dt, a))
         out = torch.empty_like(x)
         self.call("mamba", out, x, dt, a, b, c, states, *slots, *x.shape, b.shape[2])
         return out
