@@ -1,9 +1,9 @@
 """Decides how many threads compute, and loads weights in all of them, one weight per thread."""
 
 import os
-import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,17 +36,13 @@ def on_all_cores(what: str, function: Callable[[Item], Result], items: Collectio
     among all cores, each would end with a barrier, which lasts a scheduler tick when a core is busy.
     """
     num_threads = torch.get_num_threads()
+    # The bar is shown on a terminal, after a second.
+    bar: Any = partial(tqdm, desc=what, total=len(items), delay=1, leave=False, disable=None)
     if num_threads == 1:
-        return [function(item) for item in _bar(what, items)]
+        return [function(item) for item in bar(items)]
     try:
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             results = pool.map(torch.no_grad()(function), items)  # the mode is a thread's own
-            return list(_bar(what, results, len(items)))
+            return list(bar(results))
     finally:
         torch.set_num_threads(num_threads)  # it is also the default of new threads
-
-
-def _bar(what: str, items: Iterable[Item], total: int | None = None) -> "tqdm[Item]":
-    """Return an iterator over the items. On a terminal it shows a bar if it takes longer than a second."""
-    settings: dict[str, Any] = {"delay": 1, "leave": False, "disable": None, "total": total}
-    return tqdm(items, what, file=sys.stderr, **settings)

@@ -132,11 +132,8 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
                 f"{path} holds a LoRA adapter and no model; load {base!r} with lora={str(path)!r}"
             )
         raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
-    with uninterrupted():
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except Exception as error:
-            raise ValueError(f"{file} cannot be used: {error}") from error
+    with as_value_error(file):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     check_fields(file, config)
     for name in ("quantize_config.json", "hf_quant_config.json"):  # written by GPTQ and ModelOpt
         if not getattr(config, "quantization_config", None) and (path / name).is_file():

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from nanoengine.engine import Chunk, Prefix, ScheduledBatch, Scheduler, Sequence, tell_nobody
+from nanoengine.engine import Prefix, ScheduledBatch, Scheduler, Sequence, tell_nobody
 
 VERSION = 1
 
@@ -233,7 +233,7 @@ class Tracer:
             return
         if batch.sampled_seqs:
             self._in_flight.append((batch, self._step))
-        drafts = [draft_of(chunk) for chunk in batch.chunks]
+        drafts = [None if ids is seq.token_ids else ids[start] for seq, start, *_, ids in batch.chunks]
         chunks = [
             {"seq": seq.seq_id, "start": start, "end": end, "samples": samples, "draft": draft}
             for (seq, start, end, samples, _), draft in zip(batch.chunks, drafts, strict=True)
@@ -284,11 +284,6 @@ class Tracer:
         self._touched |= dict.fromkeys(self._tables)
         self._tables, self._registered = {}, set()
         self._note("clear")
-
-
-def draft_of(chunk: Chunk) -> int | None:
-    """Return a chunk's draft token, or None if it computes known tokens."""
-    return None if chunk.token_ids is chunk.seq.token_ids else chunk.token_ids[chunk.start]
 
 
 def _append_line(path: Path, event: Event) -> None:

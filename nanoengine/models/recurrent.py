@@ -41,11 +41,6 @@ class StateSpec(NamedTuple):
     dtype: torch.dtype
     has_kernel: bool  # a CPU kernel can compute decode steps on it in place
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of one sequence's state."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
 
 class _Call:
     """Stands in for transformers' cache in one call of a mixer, with a row of state per sequence, or none."""
@@ -104,10 +99,6 @@ class InPlace:
         """Return self: transformers' code converts states, but a kernel takes the dtype in memory."""
         return self
 
-    def read(self) -> Tensor:
-        """Return a copy of the states, (N, ...)."""
-        return self.memory.index_select(0, self.slots[0])
-
 
 class States:
     """Owns the states of a model's mixers, whose `forward` it replaces by one that calls `mix`."""
@@ -130,7 +121,8 @@ class States:
     @property
     def slot_bytes(self) -> int:
         """The size of all states of one sequence."""
-        return sum(spec.num_bytes for specs in self.specs for spec in specs.values())
+        all_specs = (spec for specs in self.specs for spec in specs.values())
+        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in all_specs)
 
     def count_slots(self, limit: int, cache_bytes: int) -> int:
         """Return how many sequences' states fit in cache_bytes, at most `limit`. ValueError: not even one."""
@@ -345,7 +337,7 @@ def _delta_rule(
     """
     if states.kernels is None or not kwargs["use_qk_l2norm_in_kernel"]:
         if isinstance(initial_state, InPlace):
-            initial_state = initial_state.read()
+            initial_state = initial_state.memory.index_select(0, initial_state.slots[0])
         return function(*qkv, g=g, beta=beta, initial_state=initial_state, **kwargs)
     q, k, v = (x.to(qkv[2].dtype).contiguous() for x in qkv)
     memory, slots, new = _lay_out(initial_state, len(v), v.shape[2], k.shape[3], v.shape[3])

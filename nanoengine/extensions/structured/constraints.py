@@ -75,7 +75,7 @@ class Grammars:
         self.slow_threads = mask_threads(max(1, num_threads // 2), niceness=10)
         self.num_words = -(-num_tokens // 32)
         self.has_slow = False  # whether any grammar is slow
-        self._biases: Tensor | None = None
+        self.biases: Tensor | None = None  # `BIASES`, in the form of the logits
         self._cached = lru_cache(MAX_GRAMMARS)(self._compile)
 
     def compile(self, asked: StructuredOutputsParams) -> Callable[[], "Constraint"]:
@@ -147,12 +147,6 @@ class Grammars:
                 if may_end[i] and not goes_on[i]:
                     ends.append((i, token_id))
         return ends
-
-    def biases_like(self, logits: Tensor) -> Tensor:
-        """Return `BIASES` on the device and in the dtype of the logits."""
-        if self._biases is None or self._biases.dtype != logits.dtype:
-            self._biases = upload(BIASES, logits.device).to(logits.dtype)
-        return self._biases
 
     def _compile(self, asked: str) -> Grammar:
         """Try StructuredOutputsParams, given as JSON, in another process, then compile them here."""
@@ -238,7 +232,9 @@ class Constraint:
         if ends:  # undo any ban of these stop tokens: no other token can follow
             places, token_ids = upload(np.array(ends).T, logits.device)
             logits.index_put_((upload(rows, logits.device)[places], token_ids), logits.new_zeros(()))
-        table = grammars.biases_like(logits)
+        if grammars.biases is None or grammars.biases.dtype != logits.dtype:
+            grammars.biases = upload(BIASES, logits.device).to(logits.dtype)
+        table = grammars.biases
         octets, vocab_size = upload(masks.view(np.uint8), logits.device), logits.shape[1]
 
         def biases_of(octets: Tensor) -> Tensor:
