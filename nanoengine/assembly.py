@@ -18,6 +18,7 @@ import torch
 from nanoengine.assembly_types import Loaded, Opened, Started
 from nanoengine.backends.device import Decodes, Device, Forward
 from nanoengine.backends.kv_cache import KVGroup, group_layers
+from nanoengine.backends.quantization import Target
 from nanoengine.checkpoints.checkpoint import open_checkpoint, resolve_dtype
 from nanoengine.config import FILE_FORMATS, EngineConfig, find_named
 from nanoengine.engine import BlockManager, EngineCore, ModelRunner, Scheduler
@@ -126,9 +127,7 @@ def load(opened: Opened, ranks: "Ranks | None", is_draft: bool) -> tuple["Decode
         dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
     with phase("weights"):
         try:
-            model = load_model(
-                checkpoint, config, dtype=dtype, device=home, max_model_len=length, shard=shard, pack=pack
-            )
+            model = load_model(checkpoint, config, Target(dtype, home, pack), length, shard)
         except torch.OutOfMemoryError as error:
             needed = describe_weights(checkpoint, config, dtype, shard)
             raise ValueError(f"no room on {home} for the weights: {needed}; {error}") from error

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanoengine import LLM, EngineConfig, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
-from nanoengine.backends.threads import _bar
+from nanoengine.backends.threads import on_all_cores
 from tests.helpers import (
     VOCAB,
     chain_checkpoint,
@@ -410,11 +410,11 @@ def test_a_bar_is_shown_only_on_a_terminal_and_only_if_it_takes_long(is_terminal
     screen, now = io.StringIO(), [0.0]
     screen.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stderr", screen)
-    assert [*_bar("packing", range(9))] == [*range(9)]
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert on_all_cores("packing", int, range(9)) == [*range(9)]
     assert screen.getvalue() == ""
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    for _ in _bar("packing", range(9)):
-        now[0] += 0.6
+    on_all_cores("packing", lambda i: now.__setitem__(0, 0.6 * i), range(9))
     assert ("packing:" in screen.getvalue()) == is_terminal
 
 

@@ -94,7 +94,7 @@ class Target(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    pack: Pack | None  # None: quantized weights are dequantized
+    pack: Pack | None  # turns quantized weights into layers; None: all are dequantized
 
 
 def grouped(num_inputs: int, limit: int = GROUPS[0]) -> int | None:

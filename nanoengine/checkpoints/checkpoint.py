@@ -178,8 +178,8 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     path = _resolve(str(config.model), config.revision, config.gguf_file, wanted)
     generation = read_json(path / GENERATION_CONFIG, default={})
     gguf = None
-    if path.is_file():
-        with phase("header"):
+    with phase("header"):
+        if path.is_file():
             from nanoengine.checkpoints.gguf import GGUFFile
 
             gguf = GGUFFile(path)

@@ -84,12 +84,7 @@ def _places(shape: torch.Size, scales: torch.Size, blocks: set[Block]) -> tuple[
 
 
 def _integers(
-    integers: Tensor,
-    zeros: Tensor | None,
-    scales: Tensor,
-    bits: int,
-    blocks: set[Block],
-    groups: Tensor | None = None,
+    integers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int, blocks: set[Block], groups: Any = None
 ) -> Quantized | Tensor:
     """Return a weight from integers (N, I), dequantized unless its groups are consecutive and of one size.
 

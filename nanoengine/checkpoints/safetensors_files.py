@@ -31,8 +31,21 @@ class Files:
     """
 
     def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:
-        self.path, self.headers = path, _read_headers(path, rename)
+        self.path = path
+        self.headers: dict[str, TensorHeader] = {}
         self._opened: tuple[Path, Any] | None = None
+        for file in _tensor_files(path):
+            tensors = open_tensors(file)
+            for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
+                name = saved_name if rename is None else rename(saved_name)
+                if name is None or name.endswith("rotary_emb.inv_freq"):  # a buffer in old Llama checkpoints
+                    continue
+                if name in self.headers:
+                    where = f"{self.headers[name].file.name} and {file.name}"
+                    raise ValueError(f"{path} holds tensor {name!r} twice, in {where}")
+                found = tensors.get_slice(saved_name)
+                dtype, shape = found.get_dtype(), tuple(found.get_shape())
+                self.headers[name] = TensorHeader(file, saved_name, dtype, shape)
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a weight is quantized."""
@@ -65,22 +78,6 @@ def open_tensors(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
-
-
-def _read_headers(path: Path, rename: Callable[[str], str | None] | None) -> dict[str, TensorHeader]:
-    headers: dict[str, TensorHeader] = {}
-    for file in _tensor_files(path):
-        tensors = open_tensors(file)
-        for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
-            name = saved_name if rename is None else rename(saved_name)
-            if name is None or name.endswith("rotary_emb.inv_freq"):  # a buffer in old Llama checkpoints
-                continue
-            if name in headers:
-                where = f"{headers[name].file.name} and {file.name}"
-                raise ValueError(f"{path} holds tensor {name!r} twice, in {where}")
-            tensor = tensors.get_slice(saved_name)
-            headers[name] = TensorHeader(file, saved_name, tensor.get_dtype(), tuple(tensor.get_shape()))
-    return headers
 
 
 def _tensor_files(path: Path) -> list[Path]:

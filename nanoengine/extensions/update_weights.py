@@ -61,17 +61,14 @@ class Reloader:
                 raise ValueError(f"update_weights does not work with {name}")
         self.places: dict[str, list[Place]] = {}  # by tensor name; tied tensors are under the first name
         self.first_names: dict[str, str] = {}  # tensor -> the first tensor it is tied to, or itself
-        # A reference model without weights has the checkpoint's names.
         auto: Any = AutoModelForCausalLM
         names: dict[int, str] = {}  # parameter -> its first name, if several share it
         with torch.device("meta"):
             if isinstance(model, Decoder):
                 reference: Any = Decoder(model.config)
             else:
-                model = model.causal_lm
-                reference = auto.from_config(
-                    deepcopy(checkpoint.hf_config), trust_remote_code=config.trust_remote_code
-                )
+                model, hf_config = model.causal_lm, deepcopy(checkpoint.hf_config)
+                reference = auto.from_config(hf_config, trust_remote_code=config.trust_remote_code)
         parts = destinations(reference) if isinstance(reference, Decoder) else {}
         for path, whole in reference.state_dict(keep_vars=True).items():
             if not whole.is_floating_point():
@@ -85,12 +82,10 @@ class Reloader:
                 place = Place(module, name, shape, first, is_conv and name == "weight")
                 first += shape[0] if shape else 0
                 tied = names.setdefault(id(whole), saved) if part.shape == whole.shape else saved
-                if tied != saved and _is_shared(self.places[tied][0], place):
-                    self.places[tied].append(place)
-                    self.first_names[saved] = tied
-                else:
-                    self.places[saved] = [place]
-                    self.first_names[saved] = saved
+                if tied != saved and not _is_shared(self.places[tied][0], place):
+                    tied = saved
+                self.places.setdefault(tied, []).append(place)
+                self.first_names[saved] = tied
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -117,10 +112,9 @@ class Reloader:
                 raise ValueError(f"the model has no tensor {name!r}")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"tensor {name!r} must be a torch.Tensor, got {type(tensor).__name__}")
-            first_name = self.first_names[name]
+            first_name, shape = self.first_names[name], tuple(tensor.shape)
             place = self.places[first_name][0]
-            if tuple(tensor.shape) != place.shape:
-                shape = tuple(tensor.shape)
+            if shape != place.shape:
                 raise ValueError(f"tensor {name!r} has shape {shape}, but the model needs {place.shape}")
             if not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise TypeError(f"tensor {name!r} must have floats of 16 bits or more, got {tensor.dtype}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from nanoengine.backends.quantization import Pack, Quantized, Target, fill_quantized, floats
+from nanoengine.backends.quantization import Quantized, Target, fill_quantized, floats
 from nanoengine.backends.threads import on_all_cores
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.checkpoints.safetensors_files import (
@@ -39,22 +39,14 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 @torch.no_grad()
 def load_model(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    shard: Any = None,
-    pack: Pack | None = None,
+    checkpoint: Checkpoint, config: EngineConfig, target: Target, max_model_len: int, shard: Any = None
 ) -> "Decoder | HFModel":
     """Build the model and fill every parameter from the checkpoint, or at random (load_format "dummy").
 
-    A shard is the part of a decoder that one rank holds. `pack` turns quantized weights into layers, or
-    returns None for those to dequantize. Without it, all are dequantized. ValueError: a tensor is missing,
-    unexpected or of the wrong shape, a file is damaged, or the model is not supported.
+    A shard is the part of a decoder that one rank holds. ValueError: a tensor is missing, unexpected or of
+    the wrong shape, a file is damaged, or the model is not supported.
     """
-    misfit, adapter, target = None, None, Target(dtype, device, pack)
+    misfit = adapter = None
     if config.lora is not None:
         from nanoengine.checkpoints.lora import Adapter
 
@@ -62,7 +54,7 @@ def load_model(
     if checkpoint.decoder_config is not None:
         try:
             model = _load_decoder(checkpoint, config, target, shard, adapter)
-            model.build_rope_table(max_model_len, device)
+            model.build_rope_table(max_model_len, target.device)
             return model
         except MisfitError as error:
             if config.model_impl not in ("auto", "vllm") or shard is not None or checkpoint.gguf is not None:

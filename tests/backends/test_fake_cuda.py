@@ -135,10 +135,10 @@ def fake_gpu(cuda_guard, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
     load, launch, collect = nanoengine.assembly.load_model, ModelRunner.launch, ModelRunner.collect
 
-    def load_model(*args, device, **kwargs):
+    def load_model(checkpoint, config, target, *args):
         with unset_fake_temporarily():  # with numbers, since a model is probed when it is loaded
-            model = load(*args, device=torch.device("cpu"), **kwargs)
-        return on_the_gpu(model, device)
+            model = load(checkpoint, config, target._replace(device=torch.device("cpu")), *args)
+        return on_the_gpu(model, target.device)
 
     def watched(*args):
         with Watch():

@@ -741,7 +741,7 @@ def test_model_without_positions_needs_max_model_len(copy, monkeypatch):
 
 def test_weights_that_are_rounded_at_load_never_lie_on_a_gpu():
     config = EngineConfig(model="demo", quantization="int4")
-    where = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_model_len": 64}
-    model = load_model(open_checkpoint("demo"), config, **where)
+    target = Target(torch.bfloat16, torch.device("meta"), None)
+    model = load_model(open_checkpoint("demo"), config, target, 64)
     assert {x.device.type for x in model.parameters()} == {"cpu"}
     assert {x.device.type for x in model.rope_table} == {"meta"}

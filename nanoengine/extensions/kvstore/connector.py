@@ -183,7 +183,7 @@ class KVConnector:
 
     def touch(self, contents: abc.Sequence[bytes]) -> None:
         """Mark these blocks as used in the store, on the writer's thread."""
-        self._submit(self._touch, contents)
+        self._submit(lambda: self._writing.ask(self.store.touch, chain_keys(self.fingerprint, contents)))
 
     @torch.inference_mode()
     def read(
@@ -273,9 +273,6 @@ class KVConnector:
             self._writer.submit(function, *arguments)
 
     # -- on the writer's thread
-
-    def _touch(self, contents: abc.Sequence[bytes]) -> None:
-        self._writing.ask(self.store.touch, chain_keys(self.fingerprint, contents))
 
     def _write(self, snapshot: Snapshot, is_sound: list[bool]) -> None:
         try:

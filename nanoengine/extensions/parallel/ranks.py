@@ -64,19 +64,21 @@ class Ranks:
     def __init__(
         self,
         store: Any,
-        shard: Shard,
-        device: torch.device,
-        *,
+        opened: Opened,
+        rank: int,
         is_one_host: bool,
-        workers: Workers | None = None,
-        num_threads: int | None = None,
+        workers: Any = None,
+        num_threads: int = 0,
     ) -> None:
-        self.shard, self.rank, self.size = shard, shard.rank, shard.size
+        assert opened.checkpoint.decoder_config is not None
+        self.rank, self.size = rank, opened.config.tensor_parallel_size
+        self.shard = Shard(opened.checkpoint.decoder_config, rank, self.size)
         self.leads = False  # whether to announce computations; true on rank 0 after startup
         self.lost: str | None = None  # why the engine cannot be used anymore
-        self._workers, self._process_id = workers, os.getpid()
-        self._num_threads: int | None = None  # PyTorch's number of threads before, to be restored
-        if num_threads is not None:  # the ranks on one host share its cores
+        self._workers: Workers | None = workers
+        self._process_id = os.getpid()
+        self._num_threads = 0  # PyTorch's number of threads before, to be restored
+        if num_threads:  # the ranks on one host share its cores
             self._num_threads = torch.get_num_threads()
             torch.set_num_threads(num_threads)
         options = dist.ProcessGroupGloo._Options()
@@ -87,7 +89,7 @@ class Ranks:
         ]
         self._control: Any = gloo(dist.PrefixStore("gloo", store), self.rank, self.size, options)
         self._group: Any = self._control
-        if device.type == "cuda":  # not tested on a GPU yet
+        if opened.config.resolve_device().type == "cuda":  # not tested on a GPU yet
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = COLLECTIVE
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self.rank, self.size, nccl)
@@ -197,9 +199,9 @@ class Ranks:
         self.leads, self.lost = False, self.lost or "it is closed"
         if self._workers is not None:
             self._workers.stop(CLOSING if is_told else 0.0)
-        if self._num_threads is not None:
+        if self._num_threads:
             torch.set_num_threads(self._num_threads)
-            self._num_threads = None
+            self._num_threads = 0
 
 
 def _connect(
@@ -393,12 +395,11 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
 Start = Callable[[Opened, Callable[[], object], Ranks], Started]
 
 
-def serve(rank: int, start: Start, opened: Opened, port: int, num_threads: int | None) -> None:
+def serve(rank: int, start: Start, opened: Opened, port: int, num_threads: int) -> None:
     """Serve as a rank of an engine until rank 0 closes. Each process of `Workers` runs this."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.add("ready", 1)
-    shard, device = _shard_of(opened, rank), opened.config.resolve_device()
-    ranks = Ranks(store, shard, device, is_one_host=True, num_threads=num_threads)
+    ranks = Ranks(store, opened, rank, True, num_threads=num_threads)
     follow(start(_on_gpu(opened, rank), lambda: None, ranks).runner, ranks)
 
 
@@ -422,7 +423,7 @@ def start_ranks(start: Start, opened: Opened, before_forward: Callable[[], objec
             f"tensor_parallel_size={size} needs a model that runs on nanoengine's own code; "
             f"{checkpoint.architecture} runs on transformers' code"
         )
-    _shard_of(opened, 0)  # raises if the model cannot be divided
+    Shard(checkpoint.decoder_config, 0, size)  # raises if the model cannot be divided
     device = config.resolve_device()
     if device.index is not None:
         raise ValueError(
@@ -447,17 +448,12 @@ def start_ranks(start: Start, opened: Opened, before_forward: Callable[[], objec
     return started
 
 
-def _shard_of(opened: Opened, rank: int) -> Shard:
-    assert opened.checkpoint.decoder_config is not None
-    return Shard(opened.checkpoint.decoder_config, rank, opened.config.tensor_parallel_size)
-
-
 def _start_processes(start: Start, opened: Opened) -> Ranks:
     config = opened.config
     size, device = config.tensor_parallel_size, config.resolve_device()
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise ValueError(f"tensor_parallel_size={size} needs {size} GPUs, found {torch.cuda.device_count()}")
-    num_threads = max(1, torch.get_num_threads() // size) if device.type == "cpu" else None
+    num_threads = max(1, torch.get_num_threads() // size) if device.type == "cpu" else 0
     listener = socket.create_server(("127.0.0.1", 0))  # TCPStore's own would be open to the network
     port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
     store = dist.TCPStore("127.0.0.1", port, **options, master_listen_fd=listener.detach())
@@ -467,8 +463,7 @@ def _start_processes(start: Start, opened: Opened) -> Ranks:
     workers = Workers(serve, size - 1, start, sent, port, num_threads)
     try:
         workers.wait_until(lambda: store.add("ready", 0) == size - 1)
-        shard = _shard_of(opened, 0)
-        return Ranks(store, shard, device, is_one_host=True, workers=workers, num_threads=num_threads)
+        return Ranks(store, opened, 0, True, workers, num_threads)
     except BaseException:
         workers.stop()
         raise
@@ -491,6 +486,4 @@ def _join_torchrun(opened: Opened) -> Ranks:
         )
     if rank and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by rank 0 only
-    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    shard, device = _shard_of(opened, rank), config.resolve_device()
-    return Ranks(store, shard, device, is_one_host=is_one_host)
+    return Ranks(store, opened, rank, os.environ.get("LOCAL_WORLD_SIZE") == str(size))
