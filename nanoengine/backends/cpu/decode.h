@@ -64,12 +64,15 @@ struct Slots {
     return tokens;
   }
 
-  // Prefetches a head of n tokens from t on.
+  // Prefetches a head of n tokens from t on into the L2 cache: the L1 cache has no room for all heads of 16 tokens. GCC
+  // drops calls of a function that does nothing else, so this one has to be inlined.
   template <class C>
-  void prefetch(const C* cache, int64_t t, int64_t n, int64_t head, int64_t K, int64_t D) const {
-    for (int64_t next = t; next < std::min(t + n, high); next++)
-      for (int64_t i = 0; i < D; i += 64 / sizeof(C))
-        __builtin_prefetch(cache + of[next] * row_size(K, D) + head * D + i, 0, 3);
+  __attribute__((always_inline)) void prefetch(const C* cache, int64_t t, int64_t n, int64_t head, int64_t K,
+                                               int64_t D) const {
+    for (int64_t end = std::min(t + n, high); t < end; t++) {
+      const C* token = cache + of[t] * row_size(K, D) + head * D;
+      for (int64_t i = 0; i < D; i += 64 / sizeof(C)) __builtin_prefetch(token + i, 0, 2);
+    }
   }
 
   // Copies the tokens' scales to their places in (K, SPAN).
@@ -117,7 +120,15 @@ static float convert_factors(F* out, const X* row, int64_t n) {
 // These add two products to each lane, in pairs of neighbors.
 typedef int8_t bytes __attribute__((vector_size(LANES * 2)));
 typedef int16_t pairs __attribute__((vector_size(LANES * 4)));
-static inline integers widened(bytes narrow) { return (integers)__builtin_convertvector(narrow, pairs); }
+static inline integers widened(bytes narrow) {
+#if defined(__AVX512BW__)  // GCC converts each half by itself
+  return (integers)_mm512_cvtepi8_epi16((__m256i)narrow);
+#elif defined(__AVX2__)
+  return (integers)_mm256_cvtepi8_epi16((__m128i)narrow);
+#else
+  return (integers)__builtin_convertvector(narrow, pairs);
+#endif
+}
 static inline integers add_two(integers sum, integers a, integers b) {
 #if defined(__AVX512VNNI__)
   return (integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -129,29 +140,41 @@ static inline integers add_two(integers sum, integers a, integers b) {
   return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
+
+// Interleaves the first or the second halves of each 16 bytes of a and b, which is one instruction.
+template <int HALF, class V, int... I>
+static inline V interleave_lanes(V a, V b, std::integer_sequence<int, I...>) {
+  constexpr int N = sizeof...(I), M = sizeof(V) > 16 ? 16 * N / sizeof(V) : N;
+  return pick_lanes<I / M * M + (I % M + HALF * M) / 2 + I % 2 * N...>(a, b);
+}
+
+// Interleaves 2 LANES elements of two rows in two registers. `put_in_order` has the order of the pairs.
 static inline std::pair<integers, integers> interleaved(const int8_t* a, const int8_t* b) {
   bytes first = load_as<bytes>(a), second = load_as<bytes>(b);
   std::make_integer_sequence<int, 2 * LANES> each;
-  return {widened(interleave<0>(first, second, each)), widened(interleave<1>(first, second, each))};
+  return {widened(interleave_lanes<0>(first, second, each)), widened(interleave_lanes<1>(first, second, each))};
 }
 #ifdef __AVX512BF16__
+static inline std::pair<integers, integers> interleaved(const bf16* a, const bf16* b) {
+  pairs first = load_as<pairs>(a), second = load_as<pairs>(b);
+  std::make_integer_sequence<int, 2 * LANES> each;
+  return {(integers)interleave_lanes<0>(first, second, each), (integers)interleave_lanes<1>(first, second, each)};
+}
 static inline floats add_two(floats sum, integers a, integers b) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
-
-// Interleaves 32 elements of each of two rows, a0 b0 a1 b1 ..., in two registers.
-static inline std::pair<integers, integers> interleaved(const bf16* a, const bf16* b) {
-  alignas(64) static constexpr auto ORDER = [] {
-    std::array<uint16_t, 64> order{};
-    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
-    return order;
-  }();
-  __m512i low = _mm512_load_si512(ORDER.data()), high = _mm512_load_si512(ORDER.data() + 32);
-  __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
-  return {(integers)_mm512_permutex2var_epi16(first, low, second),
-          (integers)_mm512_permutex2var_epi16(first, high, second)};
-}
 #endif
+
+// Writes the n sums of `add_values` for values that are read as R, times `scale`, in order. n is a multiple of 2 LANES.
+template <class R, class S>
+static void put_in_order(float* __restrict out, const S* __restrict sums, float scale, int64_t n) {
+  constexpr int64_t GROUP = sizeof(R) > 2 ? LANES : std::min<int64_t>(LANES, 8 / sizeof(R));  // pairs of half a lane
+  for (int64_t i = 0; i < n; i += 2 * LANES)
+    for (int64_t j = 0; j < LANES; j += GROUP)
+      for (int64_t half = 0; half < 2; half++)
+        for (int64_t k = 0; k < GROUP; k++)
+          out[i + 2 * j + half * GROUP + k] = sums[i + half * LANES + j + k] * scale;
+}
 
 #ifndef EXACT
 static inline floats add_products(floats sum, const float* a, const float* b) {
@@ -421,7 +444,7 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
         for (int64_t head = 0; head < H; head++) {
           int64_t row = row_of(m, head);
           float* to = results + all[m].result * size + head * width;
-          for (int64_t i = 0; i < width; i++) to[i] = sums[row * width + i] * weight_scales[row];
+          put_in_order<Read<F>>(to, &sums[row * width], weight_scales[row], width);
         }
     }
     std::vector<float> row(Dv);
