@@ -362,6 +362,22 @@ def test_a_prompt_s_attention_does_not_depend_on_how_it_is_divided(dtype, settin
         assert torch.equal(attend(*ends), whole)
 
 
+def test_a_weight_of_attention_is_the_softmax_of_its_score_to_the_last_bits():
+    """Down to e^-87. Each value is a unit vector, so that the result is the weights."""
+    scores = torch.cat([torch.linspace(0, -1, 32), torch.linspace(-1, -86, 32)])
+    k, v = torch.zeros(2, 32, 1, 64), torch.eye(64).view(2, 32, 1, 64)
+    k.view(64, 64)[:, 0] = scores
+    q, lengths = torch.eye(1, 64).view(1, 1, 64), torch.tensor([64], dtype=torch.int32)
+    kernels, cache, out, table = Kernels(), KVCache(k, v), torch.empty(2, 1, 64), torch.tensor([[0, 1]]).int()
+    settings = PLAINLY._replace(scale=1)
+    kernels.decode_attention(out[:1], q, cache, (table, lengths, torch.tensor([0])), settings)
+    kernels.prefill_attention(out[1:], q, cache, table[0], 64, settings)
+    expected = scores.double().softmax(0)
+    error = (out.view(2, 64) / expected - 1).abs()
+    assert error[:, :32].max() < 4e-7
+    assert (error < 4e-7 + scores.abs() * 2**-24).all()
+
+
 @DTYPES
 def test_nan_in_a_sequence_s_own_cache_is_visible(dtype):
     kernels, q, k, v = kernels_and_inputs(dtype, (2, 4, 8), (4, 2, 2, 8), (4, 2, 2, 8))
