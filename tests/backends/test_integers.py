@@ -51,7 +51,7 @@ def test_a_product_equals_its_definition_and_a_row_does_not_depend_on_the_others
 ):
     torch.manual_seed(0)
     weight = quantized(num_outputs, num_inputs, bits, group, has_zeros)
-    bias, x = torch.randn(num_outputs).to(dtype), (torch.randn(80, num_inputs) * 3).to(dtype)
+    bias, x = torch.randn(num_outputs).to(dtype), (torch.randn(100, num_inputs) * 3).to(dtype)
     bias[0] = 0
     x[1], x[2], x[3] = 1e-37, 0, x[3].abs().max() * x[3].sign()  # too small; zeros; the largest sums
     packed = PackedLinear(weight, bias, Kernels(dtype), dtype, activation_bits=8)

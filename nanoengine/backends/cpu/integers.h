@@ -35,8 +35,14 @@ constexpr int32_t OFFSET<int8_t> = 0;
 template <class W>
 constexpr int64_t STEP_BYTES = OUTPUTS * INPUTS / (std::is_same_v<W, int4x8> ? 2 : 1);
 
+// int4 with a byte for each weight, as int8 is packed. A block is converted once for many rows.
+struct wide_int4 {
+  uint8_t all;
+};
+
 // Returns the weights of vector j.
-static inline integers bytes_of(const int8_t* step, int j) { return load_as<integers>(step + j * LANES * INPUTS); }
+template <class W>
+static inline integers bytes_of(const W* step, int j) { return load_as<integers>(step + j * LANES * INPUTS); }
 static inline integers bytes_of(const int4x8* step, int j) {
   bits both = load_as<bits>(step + j / 2 * LANES);
   return (integers)((j % 2 ? both >> 4 : both) & 0x0f0f0f0f);
@@ -198,6 +204,19 @@ static constexpr auto integer_tiles(std::integer_sequence<int, R...>) {
 template <class W, bool HAS_ZEROS>
 static constexpr auto INTEGER_TILES = integer_tiles<W, HAS_ZEROS>(std::make_integer_sequence<int, ROWS>());
 
+// Converts a block of int4 to wide_int4.
+static void widen_integers(char* out, const char* block, const Form& form, int64_t groups) {
+  int64_t params = form.group_bytes() - form.weight_bytes();
+  for (int64_t g = 0; g < groups; g++, block += params, out += params) {
+    for (const char* end = block + form.weight_bytes(); block < end; block += STEP_BYTES<int4x8>)
+      for (int j = 0; j < VECTORS; j++, out += LANES * INPUTS) {
+        integers bytes = bytes_of((const int4x8*)block, j);
+        memcpy(out, &bytes, sizeof bytes);
+      }
+    memcpy(out, block, params);
+  }
+}
+
 // Computes out (T, N) = x (T, I), rounded, times packed integers + bias. Blocks are read as in `product`.
 template <class W, class X>
 static void integer_product(X* out, const X* x, const char* packed, const Form& form, const X* bias, int64_t T, int64_t I,
@@ -208,7 +227,11 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
   int64_t block_bytes = I / form.group * form.group_bytes(), num_tiles = num_tiles_of(T);
   int64_t fetching = std::min<int64_t>(num_tiles, 4), fours = I / (4 * INPUTS), times = fours * fetching;
   int64_t lines = (block_bytes / 64 + times - 1) / times;
+  const bool is_widened = std::is_same_v<W, int4x8> && T > 2 * MANY;
+  const Form used{is_widened ? 8 : form.bits, form.group, form.has_zeros, form.activation_bits};
   auto multiply = form.has_zeros ? INTEGER_TILES<W, true>.data() : INTEGER_TILES<W, false>.data();
+  if (is_widened)
+    multiply = form.has_zeros ? INTEGER_TILES<wide_int4, true>.data() : INTEGER_TILES<wide_int4, false>.data();
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
@@ -217,9 +240,15 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
       round_group(&rows.integers[t * rows.stride + i], rows.scales[place], rows.sums[place], x + t * I + i, form.group);
     }
     alignas(64) float sums[ROWS * OUTPUTS];
+    static thread_local std::vector<char> wide;
+    if (is_widened) wide.resize(rows.groups * used.group_bytes());
     for_each_block(out, bias, sums, T, N, num_tiles, [&](int64_t block, int64_t i, int64_t begin, int64_t end) {
       const char *from = packed + block * block_bytes, *next = from + block_bytes + i * lines * fours * 64;
-      multiply[end - begin - 1](sums, rows, begin, from, form, next, i < fetching ? lines : 0);
+      if (is_widened) {
+        if (!i) widen_integers(wide.data(), from, form, rows.groups);
+        from = wide.data();
+      }
+      multiply[end - begin - 1](sums, rows, begin, from, used, next, i < fetching ? lines : 0);
     });
   }
 }
