@@ -190,17 +190,19 @@ static inline floats add_products(floats sum, const bf16* a, const bf16* b) {
 #endif
 
 // Computes scores[row] = q[row] . key for tokens of a span, `rows` rows of each K/V head: the first ones of `stride`. Rows
-// of q are `width` apart, and those of scores ROW.
+// of q are `width` apart, and those of scores ROW. Meanwhile, the scales of V, which are needed next, are prefetched.
 constexpr int64_t SCORES = 16;  // computed at a time
 template <class X, class F>
-static void write_scores(float* scores, const F* q, const Cached<X>* cache, const Slots& slots, int64_t rows,
-                         int64_t stride, int64_t K, int64_t D, int64_t width) {
+static void write_scores(float* scores, const F* q, const Cached<X>* cache, const Cached<X>* v_cache, const Slots& slots,
+                         int64_t rows, int64_t stride, int64_t K, int64_t D, int64_t Dv, int64_t width) {
   static thread_local std::vector<Read<F>> room;
   static thread_local std::vector<Sums<F>> parts;  // (K, stride, 4): of four tokens each
   parts.resize(K * stride * 4);
   for (int64_t t = slots.low / 16 * 16; t < slots.high; t += 16) {
     auto keys = slots.read<16>(room, cache, t, K, D, width);
-    for (int64_t j = 0; j < std::min<int64_t>(16, slots.high - t); j += 4)
+    for (int64_t j = 0; j < std::min<int64_t>(16, slots.high - t); j += 4) {
+      for (int64_t i = t + j; HAS_SCALES && i < t + j + 4; i++)
+        __builtin_prefetch(v_cache + slots.of[i] * row_size(K, Dv) + K * Dv, 0, 2);
       for (int64_t head = 0; head < K; head++) {
         slots.prefetch(cache, t + j + 16, 4, head, K, D);
         for_each_tile(rows, [&](int64_t row, auto height) {
@@ -216,6 +218,7 @@ static void write_scores(float* scores, const F* q, const Cached<X>* cache, cons
           for (int r = 0; r < R; r++) parts[(head * stride + row + r) * 4 + j / 4] = add_neighbors<4>(sum[r]);
         });
       }
+    }
     for (int64_t head = 0; head < K; head++)
       for (int64_t row = head * stride; row < head * stride + rows; row++)
         for (int64_t j = 0; j < 16; j += LANES) {
@@ -228,8 +231,8 @@ static void write_scores(float* scores, const F* q, const Cached<X>* cache, cons
 // Computes the same in the order of sums of prefill_attention (docs/guide/bits.md).
 constexpr int64_t SCORES = OUTPUTS;
 template <class X, class A>
-static void write_scores(float* scores, const A* q, const Cached<X>* cache, const Slots& slots, int64_t rows,
-                         int64_t stride, int64_t K, int64_t D, int64_t width) {
+static void write_scores(float* scores, const A* q, const Cached<X>* cache, const Cached<X>*, const Slots& slots,
+                         int64_t rows, int64_t stride, int64_t K, int64_t D, int64_t, int64_t width) {
   static thread_local std::vector<A> keys;
   keys.resize(OUTPUTS * width);
   HeadRows<A, X> key_rows(D);
@@ -409,8 +412,8 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
           query_scales[row] = convert_factors<QUERY_LIMIT>(&queries[row * query_width], query, D);
         }
       each_part([&](const Slots& slots, int64_t m, int64_t count) {
-        write_scores<X>(&scores[m * G * ROW], &queries[m * G * query_width], k_cache, slots, count * G, n * G, K, D,
-                        query_width);
+        write_scores<X>(&scores[m * G * ROW], &queries[m * G * query_width], k_cache, v_cache, slots, count * G, n * G, K,
+                        D, Dv, query_width);
         if constexpr (HAS_SCALES)
           for (float* to = &scales[m * 2 * K * SPAN]; count--; to += 2 * K * SPAN) {
             slots.read_scales(to, k_cache, K, D);
