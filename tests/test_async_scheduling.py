@@ -10,11 +10,12 @@ import transformers
 from nanoengine import LLM, SamplingParams
 from tests.helpers import (
     chain_checkpoint,
+    check_greedy,
     checkpoint,
     failing_calls,
     finish,
-    greedy,
     random_prompts,
+    tokens_of,
 )
 
 
@@ -112,8 +113,17 @@ ENGINES = {
 ENGINES |= {f"{name}, async": {**one, "async_scheduling": True} for name, one in ENGINES.items()}
 
 
+ENGINES["drafts"] = {"speculative_config": NGRAM}
+BY_DEFAULT = "alone, async", "preempted, async", "in chunks", "drafts"
+
+
 @pytest.mark.parametrize(
-    "settings", [*ENGINES.values(), {"speculative_config": NGRAM}], ids=[*ENGINES, "drafts"]
+    "settings",
+    [
+        pytest.param(one, marks=[] if name in BY_DEFAULT else pytest.mark.slow)
+        for name, one in ENGINES.items()
+    ],
+    ids=ENGINES,
 )
 def test_penalized_tokens_are_those_of_transformers(settings, penalized, monkeypatch):
     path, prompts, params, expected = penalized
@@ -165,6 +175,6 @@ def test_an_aborted_request_gets_nothing_from_the_step_in_flight(tmp_path_factor
         (aborted,) = llm.abort_request("a")
         assert len(aborted.outputs[0].token_ids) == 1
         llm.add_request("a", [6], params)  # the id is free at once
-        outputs = {request_id: output.outputs[0].token_ids for request_id, output in finish(llm).items()}
-        assert outputs == {"a": greedy(reference, [6], 9), "b": greedy(reference, [4, 5], 9)}
+        outputs = finish(llm)
+        check_greedy(reference, [[6], [4, 5]], 9, tokens_of([outputs["a"], outputs["b"]]))
         assert llm.metrics()["num_free_blocks"] == 30

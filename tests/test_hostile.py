@@ -218,7 +218,8 @@ def test_aborting_waiting_requests_takes_linear_time(backwards, model):
 
     with LLM(model, num_kv_blocks=20) as llm:
         # 8 times as many: 8 times as long, or 64 times.
-        assert min(seconds(1600) for _ in range(3)) < 24 * min(seconds(200) for _ in range(5))
+        limit = 24 * min(seconds(200) for _ in range(5))
+        assert any(seconds(1600) < limit for _ in range(3))
 
 
 def test_request_of_many_samples_knows_cheaply_whether_it_is_finished(model, monkeypatch):
@@ -357,7 +358,7 @@ def interrupt_generate(llm, num_places):
     return interrupts
 
 
-@pytest.mark.parametrize("num_places", [30, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_places", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_line_of_generate_leaves_no_request(num_places, engine, default_sigint):
     assert interrupt_generate(engine[0], num_places) > num_places
 

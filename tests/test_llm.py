@@ -14,11 +14,12 @@ from nanoengine.backends.threads import on_all_cores
 from tests.helpers import (
     VOCAB,
     chain_checkpoint,
+    check_greedy,
     checkpoint,
     failing_calls,
     finish,
-    greedy,
     random_prompts,
+    tokens_of,
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -37,11 +38,10 @@ def prompts() -> list[list[int]]:
 def expected(prompts, tmp_path_factory):
     """Return greedy tokens of transformers, and seeded ones of requests that ran alone without a cache."""
     path, reference = checkpoint("qwen3", tmp_path_factory)
-    seeded = []
     with LLM(str(path), num_kv_blocks=40, enable_prefix_caching=False) as llm:
-        for prompt in prompts:
-            seeded.append(llm.generate(prompt, SEEDED, use_tqdm=False)[0].outputs[0].token_ids)
-    return [greedy(reference, prompt, 12) for prompt in prompts], seeded
+        alone = [[tokens(llm, prompt, params)[0] for prompt in prompts] for params in (GREEDY, SEEDED)]
+    check_greedy(reference, prompts, 12, alone[0])
+    return alone
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def alphabet(tmp_path_factory):
 
 
 def tokens(llm, prompts, params):
-    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    return tokens_of(llm.generate(prompts, params, use_tqdm=False))
 
 
 SCHEDULES = {
@@ -87,7 +87,7 @@ def test_no_schedule_changes_a_token(name, qwen3, prompts, expected):
     with LLM(qwen3, **settings) as llm:
         for params in (GREEDY, SEEDED, GREEDY):  # the second and third time with a warm cache
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            assert [out.outputs[0].token_ids for out in outputs] == expected[params is SEEDED]
+            assert tokens_of(outputs) == expected[params is SEEDED]
             num_preemptions = sum(out.metrics.num_preemptions for out in outputs)
             assert num_preemptions > 2 if "preempted" in name else num_preemptions == 0
         assert llm.metrics()["num_free_blocks"] == settings["num_kv_blocks"]

@@ -27,6 +27,8 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 POLICY = "nanoengine.lab.policies.shortest:ShortestFirst"
+LENGTHS = [20, 50, 20]
+SMALL = {"num_kv_blocks": 7, "block_size": 8}  # each needs a third block in the same step, and one is free
 
 
 def order_of_ends(llm, lengths):
@@ -37,6 +39,13 @@ def order_of_ends(llm, lengths):
     return [int(name) for name in outputs], {
         i: outputs[str(i)].outputs[0].token_ids for i in range(len(lengths))
     }
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Return the tokens of requests of `LENGTHS` without a policy."""
+    with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
+        return order_of_ends(llm, LENGTHS)[1]
 
 
 def test_the_shortest_job_runs_first_and_no_token_changes():
@@ -52,21 +61,17 @@ def test_the_shortest_job_runs_first_and_no_token_changes():
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_the_longest_job_is_preempted(async_scheduling):
-    settings = {"num_kv_blocks": 7, "block_size": 8, "async_scheduling": async_scheduling}
-    lengths = [20, 50, 20]  # each needs a third block in the same step, and one is free
-    with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
-        _, expected = order_of_ends(llm, lengths)
-    with LLM(DEMO, **settings, scheduler_cls=POLICY) as llm:
+def test_the_longest_job_is_preempted(async_scheduling, expected):
+    with LLM(DEMO, **SMALL, async_scheduling=async_scheduling, scheduler_cls=POLICY) as llm:
         llm.scheduler.tokens_per_second = 0
         preempted = []
         llm.scheduler.observe(lambda event, *about: preempted.append(about) if event == "freed" else None)
-        assert order_of_ends(llm, lengths)[1] == expected
+        assert order_of_ends(llm, LENGTHS)[1] == expected
         victims = [seq.seq_id for seq, for_seq in preempted if for_seq is not None]
         assert victims == [1], "not the last one, as by default"
 
 
-def test_the_guide_s_policy_runs_in_the_lab_and_on_a_model(tmp_path, monkeypatch, capsys):
+def test_the_guide_s_policy_runs_in_the_lab_and_on_a_model(expected, tmp_path, monkeypatch, capsys):
     code, run = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     (tmp_path / "my_policy.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -77,19 +82,15 @@ def test_the_guide_s_policy_runs_in_the_lab_and_on_a_model(tmp_path, monkeypatch
     assert fcfs != mine
     exec(run, {})
     assert re.findall(r"(\d+) prompt tokens were cached", capsys.readouterr().out) == ["288", "8640"]
-    with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
-        _, expected = order_of_ends(llm, [20, 50, 20])
-    with LLM(DEMO, num_kv_blocks=7, block_size=8, scheduler_cls=name) as llm:
-        assert order_of_ends(llm, [20, 50, 20])[1] == expected
+    with LLM(DEMO, **SMALL, scheduler_cls=name) as llm:
+        assert order_of_ends(llm, LENGTHS)[1] == expected
         assert llm.metrics()["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_of_the_lab_changes_a_token(name):
-    with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
-        _, expected = order_of_ends(llm, [20, 50, 20])
-    with LLM(DEMO, num_kv_blocks=7, block_size=8, scheduler_cls=POLICIES[name]) as llm:
-        assert order_of_ends(llm, [20, 50, 20])[1] == expected
+def test_no_policy_of_the_lab_changes_a_token(name, expected):
+    with LLM(DEMO, **SMALL, scheduler_cls=POLICIES[name]) as llm:
+        assert order_of_ends(llm, LENGTHS)[1] == expected
 
 
 class Refusing(Scheduler):

@@ -33,19 +33,39 @@ def test_public_names_are_exactly_these():
 
 
 IMPORTS = """
-import sys
+import runpy, sys
 from nanoengine.engine import BlockManager
 print(*sys.modules)
 from nanoengine import LLM
 print(*sys.modules)
 assert LLM("demo", max_num_seqs=1).generate("Hello", use_tqdm=False)
 print(*sys.modules)
+runpy.run_path("example.py", run_name="__main__")
+print(*sys.modules)
 """
 
 
-def test_modules_are_imported_only_when_needed():
-    run = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True)
-    scheduler, llm, answer = (line.split() for line in run.stdout.splitlines())
+@pytest.fixture(scope="module")
+def example():
+    """Return what `example.py` prints, and the names of the modules imported before it and by it."""
+    run = [sys.executable, "-c", IMPORTS]
+    lines = subprocess.check_output(run, text=True, cwd=PACKAGE.parent).splitlines()
+    return "\n".join(lines[3:-1]), [lines[place].split() for place in (0, 1, 2, -1)]
+
+
+def test_example_prints_the_right_answers(example):
+    questions_and_answers = example[0].strip().split("\n\n")
+    assert [re.search("^A: (.*)", one, re.MULTILINE)[1] for one in questions_and_answers[1:]] == [
+        "27 + 58 = 85",
+        "noitnetta",
+        "The hungry fox stole the red apple behind a market.",
+        " ".join(map(str, range(8, 22))),
+    ]
+    assert "Q (19 tokens): What is 27 + 58?" in example[0]
+
+
+def test_modules_are_imported_only_when_needed(example):
+    scheduler, llm, answer, script = example[1]
     unwanted = (
         "transformers",
         *(f"nanoengine.{name}" for name in ("models", "checkpoints", "llm", "requests")),
@@ -62,8 +82,9 @@ def test_modules_are_imported_only_when_needed():
     assert not {"nanoengine.models.hf", "transformers.activations"}.intersection(llm)
     if version("transformers") >= "5.22":  # an older one imports it with GenerationMixin
         assert "torch._dynamo" not in answer, "PyTorch's compiler takes seconds"
+    assert "nanoengine.checkpoints.download" not in script, "not needed for a local model"
     assert "llguidance" not in answer
-    assert not [name for name in answer if name.startswith(unwanted)]
+    assert not [name for name in script if name.startswith(unwanted)]
     ours = [name.removeprefix("nanoengine.") for name in answer if name.startswith("nanoengine.")]
     assert sum(len(FILES[name].read_text().splitlines()) for name in ours) <= 8050
 

@@ -1,9 +1,7 @@
-"""`example.py` and `bench.py`, run as users run them."""
+"""`bench.py`, run as users run it."""
 
 import json
-import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,36 +12,6 @@ from nanoengine import LLM
 from tests.test_structure import imports_of
 
 ROOT = Path(__file__).parent.parent
-
-
-def run_script(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a script; its stderr lists every import."""
-    python = [sys.executable, "-X", "importtime"]
-    return subprocess.run([*python, *command], capture_output=True, text=True, cwd=ROOT, check=True)
-
-
-def imported(stderr: str) -> set[str]:
-    return set(re.findall(r"^import time:.*\| +(nanoengine[\w.]*)$", stderr, re.MULTILINE))
-
-
-@pytest.fixture(scope="module")
-def example() -> subprocess.CompletedProcess[str]:
-    return run_script("example.py")
-
-
-def test_example_prints_the_right_answers(example):
-    questions_and_answers = example.stdout.strip().split("\n\n")
-    assert [re.search("^A: (.*)", one, re.MULTILINE)[1] for one in questions_and_answers[1:]] == [
-        "27 + 58 = 85",
-        "noitnetta",
-        "The hungry fox stole the red apple behind a market.",
-        " ".join(map(str, range(8, 22))),
-    ]
-    assert "Q (19 tokens): What is 27 + 58?" in example.stdout
-    modules = imported(example.stderr)
-    assert "nanoengine.engine" in modules
-    assert not [name for name in modules if name.startswith(("nanoengine.cli", "nanoengine.server"))]
-    assert "nanoengine.checkpoints.download" not in modules, "not needed for a local model"
 
 
 BENCH = ["--num-requests", "9", "--prompt-len", "3", "20", "--output-len", "30", "60"]

@@ -15,14 +15,7 @@ import torch
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu.build import (
-    FLAGS,
-    LEVELS,
-    V4,
-    NoKernelsError,
-    digest,
-    load_library,
-)
+from nanoengine.backends.cpu.build import FLAGS, LEVELS, V4, NoKernelsError, digest, load_library
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cpu.kernels import TYPES, Kernels
 from nanoengine.backends.cpu.packed_layers import pack_weights
@@ -435,11 +428,8 @@ subprocess.Popen.__init__ = strike
 """
 
 
-@pytest.mark.parametrize(
-    "before",
-    [pytest.param("", marks=pytest.mark.slow), WHILE_IT_STARTS],
-    ids=["while it runs", "while it starts"],
-)
+@pytest.mark.slow  # processes that import PyTorch
+@pytest.mark.parametrize("before", ["", WHILE_IT_STARTS], ids=["while it runs", "while it starts"])
 def test_sigterm_while_compiling_leaves_no_file_and_no_process(hanging_compiler, tmp_path, before):
     code = f"{before}\nfrom nanoengine.backends.cpu.kernels import Kernels; Kernels()"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(hanging_compiler)}

@@ -42,7 +42,7 @@ from tests.attention import (
     metadata_of,
 )
 from tests.doubles import FakeGPU, TritonKernels
-from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
+from tests.helpers import batch_of, check_greedy, checkpoint, make_sequence, random_prompts, tokens_of
 
 BATCHES, SHAPES = (MIXED, ALL_FRESH, ALL_DECODES), ((4, 4, 8), (6, 2, 80), (8, 1, 256), (3, 3, 24))
 OF_BOTH = [
@@ -256,9 +256,7 @@ def first_line(qwen3, tmp_path_factory, caplog):
     def run(**settings):
         with LLM(qwen3, **SMALL, **settings) as llm:
             outputs = llm.generate([[1, 2, 3], [4]], ANSWER, use_tqdm=False)
-        reference = checkpoint("qwen3", tmp_path_factory)[1]
-        expected = [greedy(reference, prompt, 4) for prompt in ([1, 2, 3], [4])]
-        assert [out.outputs[0].token_ids for out in outputs] == expected
+        check_greedy(checkpoint("qwen3", tmp_path_factory)[1], [[1, 2, 3], [4]], 4, tokens_of(outputs))
         return caplog.messages[-1]
 
     return run
@@ -442,8 +440,8 @@ def test_greedy_tokens_equal_transformers_in_any_batches(
         outputs = llm.generate(prompts, params, use_tqdm=False)
         again = llm.generate(prompts[4:], params, use_tqdm=False)
         preempted = llm.metrics()["num_preemptions"]
-    assert [out.outputs[0].token_ids for out in outputs] == [greedy(reference, p, 8) for p in prompts]
-    assert [out.outputs[0].token_ids for out in again] == [out.outputs[0].token_ids for out in outputs[4:]]
+    check_greedy(reference, prompts, 8, tokens_of(outputs))
+    assert tokens_of(again) == tokens_of(outputs[4:])
     assert all(out.num_cached_tokens == 256 for out in again) or preempted
     assert (preempted > 0) == (settings["num_kv_blocks"] == 5)
     assert in_float32["varlen paged"] > 0

@@ -209,16 +209,10 @@ REDUNDANT = {
     # After the loop nothing reads the shared memory that the last copies, all of zeros, write.
     ("a group too few", "for first in range(begin, end, KEYS):"),
     # The loop ends with a barrier, and the merge of splits after it is done in registers.
-    (
-        "no barrier",
-        "tl.store(at_value, whole_acc.to(out.dtype.element_ty), mask=is_value)",
-    ),
+    ("no barrier", "tl.store(at_value, whole_acc.to(out.dtype.element_ty), mask=is_value)"),
     # The queries lie apart from what the first copies write. The loop has a barrier and a fence of its own
     # between copies and products, and these also follow the stores of the queries.
-    (
-        "no barrier",
-        "k_cache + row * K_DIM + (slots[None, :] * (K * K_DIM) + k_dims[:, None]),",
-    ),
+    ("no barrier", "k_cache + row * K_DIM + (slots[None, :] * (K * K_DIM) + k_dims[:, None]),"),
     ("no fence", "scores = _dot(queries, keys, UPCAST) * scale"),
 }
 

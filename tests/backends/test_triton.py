@@ -34,7 +34,7 @@ from tests.attention import (
     check_attention,
     metadata_of,
 )
-from tests.helpers import checkpoint, greedy, random_prompts
+from tests.helpers import check_greedy, checkpoint, random_prompts, tokens_of
 from tests.launches import TARGETS, Recorder, compile_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -259,7 +259,7 @@ def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert (llm.metrics()["num_preemptions"] > 0) == (settings["num_kv_blocks"] == 5)
         assert llm.llm_engine.runner.attention.backend is TritonAttention
-    assert [out.outputs[0].token_ids for out in outputs] == [greedy(reference, p, 4) for p in prompts]
+    check_greedy(reference, prompts, 4, tokens_of(outputs))
     assert in_float32["replay"] > 0
 
 

@@ -21,7 +21,7 @@ TOLERANCE = {HALF: 4e-3, BRAIN: 1.6e-2, FULL: 1e-5}
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # the interpreter needs none
 
 
-@pytest.fixture(params=["sm75", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm80", "sm89")), "sm90"])
+@pytest.fixture(params=[*(pytest.param(x, marks=pytest.mark.slow) for x in ("sm75", "sm80", "sm89")), "sm90"])
 def generation(request, monkeypatch):
     """Execute the kernels as compiled for each generation of GPUs, or on the GPU that is there."""
     torch.manual_seed(0)  # the tolerance holds for most random numbers

@@ -485,7 +485,8 @@ def test_no_text_takes_quadratic_time(calls, beginning, unit, piece):
         return time.thread_time() - start
 
     size = 8_000
-    assert min(seconds(8 * size) for _ in range(2)) < 24 * min(seconds(size) for _ in range(3)) + 0.002
+    limit = 24 * min(seconds(size) for _ in range(3)) + 0.002
+    assert any(seconds(8 * size) < limit for _ in range(2))
 
 
 def test_an_argument_that_is_not_json_stays_text():

@@ -30,11 +30,13 @@ from tests.helpers import (
     DEMO,
     TINY,
     change_tensors,
+    check_greedy,
     checkpoint,
     greedy,
     hf_model,
     open_checkpoint,
     random_prompts,
+    tokens_of,
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
@@ -273,7 +275,7 @@ def check_equal(model, path, dtype="float32", **settings):
         tolerance = 2e-4 if dtype == "float32" else 0.4
         assert torch.tensor(ours) == pytest.approx(theirs, abs=tolerance, rel=1e-4)
         if dtype == "float32":
-            assert output.outputs[0].token_ids == greedy(model, prompt, 12)
+            check_greedy(model, [prompt], 12, tokens_of([output]))
     return {form.bits for form in layers if form is not None} - {0}
 
 

@@ -37,7 +37,7 @@ from nanoengine.extensions.kvstore.connector import (
     encode,
 )
 from nanoengine.extensions.kvstore.stores import DirectoryStore, RedisStore
-from tests.helpers import DEMO, checkpoint, greedy, random_prompts
+from tests.helpers import DEMO, check_greedy, checkpoint, random_prompts, tokens_of
 from tests.laws import check_blocks, check_laws
 from tests.serving import free_port, wait_until
 from tests.test_scheduling_machine import AT_LENGTH, BRIEFLY, ExtendedMachine
@@ -266,7 +266,7 @@ def test_a_store_changes_no_answer_and_only_the_tail_is_computed(name, dtype, tm
     prompts.append(prompts[0][:70] + prompts[1])  # begins as another
     plain, _, _ = serve(path, None, prompts, dtype=dtype)
     if dtype == "float32":
-        assert plain == [greedy(reference, prompt, 12) for prompt in prompts]
+        check_greedy(reference, prompts, 12, plain)
     for _ in range(2):  # the first fills the store
         answers, cached, counts = serve(path, tmp_path, prompts, dtype=dtype)
         assert answers == plain
@@ -296,7 +296,7 @@ def test_a_window_loads_no_blocks_outside_it(name, tmp_path_factory):
                 for seq in llm.scheduler.running:  # window 24, budget 30
                     tables = llm.scheduler.block_manager.tables_of(seq)
                     assert sum(map(bool, tables[-1])) <= -(-(24 - 1 + 30) // 8) + 1
-            assert output.outputs[0].token_ids == greedy(reference, prompt, 12)
+            check_greedy(reference, [prompt], 12, tokens_of([output]))
             assert output.num_cached_tokens == num_cached
 
 
@@ -540,7 +540,6 @@ MORE: tuple[dict, ...] = {"scheduling_policy": "priority"}, {}, {"speculative_co
 def test_preempted_sequences_come_back_from_the_store(name, more, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts([50, 61, 40, 70])
-    expected = [greedy(reference, prompt, 24) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=24)
     with LLM(str(path), kv_store=MemoryStore(), **SETTINGS, **more) as llm:
         engine, scheduler = llm.llm_engine, llm.scheduler
@@ -559,7 +558,7 @@ def test_preempted_sequences_come_back_from_the_store(name, more, tmp_path_facto
         while engine.has_unfinished_requests():
             answers |= {out.request_id: out.outputs[0].token_ids for out in engine.step()}
             check_laws(scheduler)
-        assert [answers[str(i)] for i in range(4)] == expected
+        check_greedy(reference, prompts, 24, [answers[str(i)] for i in range(4)])
         assert engine.metrics()["external_prefix_cache_hits"] == 0, "it counts what requests began with"
 
 
@@ -569,7 +568,7 @@ def test_a_store_works_on_the_gpu_path_with_graphs_and_pages(in_float32, tmp_pat
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 5, "max_num_batched_tokens": 100}
     for expected in ([0, 0], [0, 256]):
         answers, cached, _ = serve(path, tmp_path, prompts, attn_backend="flash", **settings)
-        assert answers == [greedy(reference, prompt, 12) for prompt in prompts]
+        check_greedy(reference, prompts, 12, answers)
         assert cached == expected
     assert in_float32["replay"] > 0
 
@@ -579,13 +578,12 @@ def test_a_store_works_on_the_gpu_path_with_graphs_and_pages(in_float32, tmp_pat
 def test_a_store_changes_no_answer_in_a_tight_pool(name, pools, is_async, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts([50, 61, 40, 70])
-    expected = [greedy(reference, prompt, 24) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=24)
     store, num_preemptions = MemoryStore(), 0
     for num_kv_blocks in pools:
         settings = {"num_kv_blocks": num_kv_blocks, "async_scheduling": is_async}
         answers, cached, counts = serve(path, store, prompts, params, **settings)
-        assert answers == expected
+        check_greedy(reference, prompts, 24, answers)
         num_preemptions += counts["num_preemptions"]
     assert num_preemptions > 0
     assert cached == [48, 56, 39, 64]
@@ -652,7 +650,7 @@ def test_one_process_prefills_and_another_decodes(tmp_path_factory, tmp_path):
     command = [sys.executable, "-c", PREFILL, str(path), str(tmp_path), " ".join(map(str, prompt))]
     subprocess.run(command, check=True, capture_output=True)
     answers, cached, counts = serve(path, tmp_path, [prompt])
-    assert answers == [greedy(reference, prompt, 12)]
+    check_greedy(reference, [prompt], 12, answers)
     assert cached == [96]
     assert counts["num_steps"] == 12  # the tail of 4 tokens and the first token took one
 

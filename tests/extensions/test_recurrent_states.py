@@ -12,7 +12,15 @@ from nanoengine.backends.device import Attention
 from nanoengine.backends.step_inputs import BIN_SLOT, NUM_RESERVED_SLOTS, ZERO_SLOT
 from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.models.recurrent import _scan_of_mamba
-from tests.helpers import VARIED_SETTINGS, batch_of, greedy, make_sequence, random_prompts, run_step
+from tests.helpers import (
+    VARIED_SETTINGS,
+    batch_of,
+    check_greedy,
+    make_sequence,
+    random_prompts,
+    run_step,
+    tokens_of,
+)
 from tests.laws import check_laws
 from tests.model_table import small_config, small_model
 from tests.sampling.test_sampler import LiveBytes
@@ -52,18 +60,18 @@ def model_of(tmp_path_factory):
 
 @pytest.fixture
 def served(model_of):
-    """Return a checkpoint of a kind, prompts, and the answers of transformers."""
+    """Return a checkpoint of a kind, prompts, and what compares answers with those of transformers."""
 
     def make(kind, max_tokens=None):
         path, model = model_of(kind)
         prompts = [prompt[:max_tokens] for prompt in random_prompts(LENGTHS)]
-        return path, prompts, [greedy(model, prompt, NUM_NEW) for prompt in prompts]
+        return path, prompts, partial(check_greedy, model, prompts, NUM_NEW)
 
     return make
 
 
 def answers(llm, prompts, params=GREEDY):
-    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    return tokens_of(llm.generate(prompts, params, use_tqdm=False))
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -71,23 +79,23 @@ def answers(llm, prompts, params=GREEDY):
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS_AND_SETTINGS)
 def test_greedy_tokens_equal_transformers_for_all_settings(kind, settings, served):
-    path, prompts, expected = served(kind, max_tokens=30)
+    path, prompts, check = served(kind, max_tokens=30)
     with LLM(path, **settings) as llm:
-        assert answers(llm, prompts) == expected
-        assert answers(llm, prompts) == expected  # from the prefix cache, where there is one
+        check(answers(llm, prompts))
+        check(answers(llm, prompts))  # from the prefix cache, where there is one
 
 
 def test_a_state_that_a_layer_returns_is_not_taken_for_its_output(served):
     """MiniMax returns its states: the 4 heads of two sequences are as many rows as a step of 8 tokens has."""
-    path, prompts, expected = served("minimax")
+    path, prompts, check = served("minimax")
     with LLM(path, num_kv_blocks=200, block_size=4, max_num_batched_tokens=8) as llm:
-        assert answers(llm, prompts) == expected
+        check(answers(llm, prompts))
 
 
 @pytest.mark.parametrize("num_state_slots", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, served):
-    path, prompts, expected = served(kind)
+    path, prompts, check = served(kind)
     with LLM(path, num_kv_blocks=200, block_size=4, num_state_slots=num_state_slots) as llm:
         engine, max_running = llm.llm_engine, 0
         for i, prompt in enumerate(prompts):
@@ -98,14 +106,14 @@ def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, serve
                 tokens[out.request_id] = out.outputs[0].token_ids
             max_running = max(max_running, llm.metrics()["num_running"])
             check_laws(engine.scheduler)
-        assert [tokens[str(i)] for i in range(len(prompts))] == expected
+        check([tokens[str(i)] for i in range(len(prompts))])
         assert max_running == num_state_slots
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_contents_of_free_slots_change_nothing(kind, served):
     """Free slots hold NaNs, and an aborted neighbor leaves no state."""
-    path, prompts, expected = served(kind)
+    path, prompts, check = served(kind)
     with LLM(path, num_kv_blocks=24, block_size=8, num_state_slots=6, max_num_batched_tokens=30) as llm:
         engine = llm.llm_engine
         states, blocks = engine.runner.model.states, engine.scheduler.block_manager
@@ -123,7 +131,7 @@ def test_contents_of_free_slots_change_nothing(kind, served):
             num_steps += 1
             if num_steps == 4:
                 engine.abort_request("neighbour")
-        assert [tokens[str(i)] for i in range(len(prompts))] == expected
+        check([tokens[str(i)] for i in range(len(prompts))])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
@@ -142,13 +150,13 @@ def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, serv
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", MAMBA2, "jamba", ZAMBA2])
 def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, caplog):
     """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""
-    path, prompts, expected = served(kind)
+    path, prompts, check = served(kind)
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 30}
     with LLM(path, attn_backend="flash", enforce_eager=True, **settings) as llm:
         assert llm.llm_engine.runner.model.states.kernels is None
-        assert answers(llm, prompts) == expected
+        check(answers(llm, prompts))
     with LLM(path, attn_backend="flash", **settings) as llm:
-        assert answers(llm, prompts) == expected
+        check(answers(llm, prompts))
     assert "no graphs (its layers have recurrent states)" in caplog.messages[-1]
 
 

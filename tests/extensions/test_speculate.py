@@ -18,13 +18,14 @@ from tests.helpers import (
     DEMO,
     VARIED_SETTINGS,
     chain_checkpoint,
+    check_greedy,
     checkpoint,
-    greedy,
     make_scheduler,
     make_sequence,
     random_params,
     random_prompts,
     run_step,
+    tokens_of,
 )
 from tests.laws import check_laws
 from tests.test_async_scheduling import seen
@@ -104,10 +105,10 @@ def test_draft_tokens_run_in_the_graphs_of_decodes(in_float32, tmp_path_factory)
     with LLM(path, attn_backend="flash", speculative_config=NGRAM, **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=40)
         replays = in_float32["replay"]
-        answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        answers = tokens_of(llm.generate(prompts, params, use_tqdm=False))
         metrics = llm.metrics()
         assert llm.llm_engine.runner.forward.decodes.sizes[-1] == 4 * 5  # its token and drafts for each
-    assert answers == [greedy(reference, prompt, 40) for prompt in prompts]
+    check_greedy(reference, prompts, 40, answers)
     assert metrics["spec_decode_num_accepted_tokens"] > 20
     assert in_float32["replay"] - replays > metrics["num_steps"] / 2
 

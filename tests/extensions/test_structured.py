@@ -118,10 +118,10 @@ def second():
 
     def measure():
         start = time.process_time()
-        sum(range(10**7))
+        sum(range(10**6))
         return time.process_time() - start
 
-    return 8 * min(measure() for _ in range(3))
+    return 80 * min(measure() for _ in range(5))
 
 
 # ---- every answer conforms ----

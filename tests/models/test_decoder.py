@@ -14,7 +14,7 @@ from nanoengine.backends.cpu.onednn import OneDNNLinear
 from nanoengine.backends.cpu.packed_layers import PackedLinear
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import RMSNorm
-from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
+from tests.helpers import ARCHITECTURES, TINY, check_greedy, checkpoint, random_prompts, tokens_of
 
 LENGTHS = [1, 2, 15, 16, 17, 64, 300]
 NUM_NEW = 18
@@ -40,12 +40,10 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
     with LLM(str(path), enforce_eager=enforce_eager, **settings) as llm:
         assert llm.llm_engine.started.loaded.dtype == torch.float32
         assert (llm.llm_engine.runner.device.kernels is None) == enforce_eager
-        expected = [greedy(reference, prompt, NUM_NEW) for prompt in prompts]
-        batched = llm.generate(prompts * 2, params, use_tqdm=False)
-        assert [out.outputs[0].token_ids for out in batched] == expected * 2
+        batched = tokens_of(llm.generate(prompts * 2, params, use_tqdm=False))
+        check_greedy(reference, prompts * 2, NUM_NEW, batched)
         for index in (0, 3, 6):
-            alone = llm.generate(prompts[index], params, use_tqdm=False)[0]
-            assert alone.outputs[0].token_ids == expected[index]
+            assert tokens_of(llm.generate(prompts[index], params, use_tqdm=False)) == [batched[index]]
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])

@@ -31,12 +31,13 @@ from tests.helpers import (
     TINY,
     WINDOW,
     YARN,
+    check_greedy,
     check_served,
     checkpoint,
     composite_of,
-    greedy,
     hf_model,
     random_prompts,
+    tokens_of,
 )
 
 LENGTHS = [1, 13, 40, 75, 20]
@@ -77,8 +78,8 @@ def test_both_implementations_of_a_model_give_the_same_tokens(name, tmp_path_fac
     for impl in ("nanoengine", "transformers"):
         with LLM(str(path), num_kv_blocks=60, block_size=8, model_impl=impl) as llm:
             assert isinstance(llm.llm_engine.runner.model, HFModel) == (impl == "transformers")
-            outputs = llm.generate(prompts, SamplingParams(seed=7, max_tokens=30), use_tqdm=False)
-            tokens[impl] = [out.outputs[0].token_ids for out in outputs]
+            params = SamplingParams(seed=7, max_tokens=30)
+            tokens[impl] = tokens_of(llm.generate(prompts, params, use_tqdm=False))
     assert tokens["nanoengine"] == tokens["transformers"]
 
 
@@ -264,7 +265,6 @@ def test_the_language_part_of_multimodal_models_is_served(family, text, vision, 
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path)
     prompts = random_prompts(LENGTHS)
-    expected = [greedy(model, prompt, NUM_NEW) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
     settings = {"num_kv_blocks": 40, "block_size": 8, "max_num_batched_tokens": 30}
     for impl in ["auto"] if code == "transformers'" else ["auto", "transformers"]:
@@ -272,8 +272,7 @@ def test_the_language_part_of_multimodal_models_is_served(family, text, vision, 
             assert llm.llm_engine.runner.model.code == (code if impl == "auto" else "transformers'")
             assert "(only its language model: no images) on " in llm.llm_engine.describe()
             assert "UNEXPECTED" not in capsys.readouterr().err  # transformers' report of what is left out
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert [out.outputs[0].token_ids for out in outputs] == expected
+            check_greedy(model, prompts, NUM_NEW, tokens_of(llm.generate(prompts, params, use_tqdm=False)))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,7 @@ def test_a_language_part_is_found_by_the_names_of_published_checkpoints(family, 
     prompts = random_prompts(LENGTHS)
     with LLM(str(tmp_path), num_kv_blocks=40, block_size=8) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW), use_tqdm=False)
-    assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, p, NUM_NEW) for p in prompts]
+    check_greedy(model, prompts, NUM_NEW, tokens_of(outputs))
 
 
 @pytest.mark.parametrize("impl", ["auto", "transformers"])
@@ -393,8 +392,8 @@ def test_a_window_of_all_positions_may_be_left_out(tmp_path):
     with pytest.raises(UnsupportedModelError, match="a sliding layer attends with window None"):
         LLM(str(tmp_path), num_kv_blocks=8)
     with LLM(str(tmp_path), num_kv_blocks=8, max_model_len=64) as llm:
-        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == greedy(model, prompt, 14)
+        outputs = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)
+    check_greedy(model, [prompt], 14, tokens_of(outputs))
 
 
 def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory, monkeypatch):

@@ -11,7 +11,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.cpu.packed_layers import PackedLinear, pack_weights
 from nanoengine.models.linear_layers import use_linear_layers
-from tests.helpers import VOCAB, checkpoint, greedy, hf_model, random_prompts
+from tests.helpers import VOCAB, check_greedy, checkpoint, hf_model, random_prompts, tokens_of
 
 MIXTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss", "olmoe", "granite-moe", "deepseek-v3", "phimoe"]
 
@@ -121,4 +121,4 @@ def test_scaled_tied_embedding_of_gemma_is_stored_once(tmp_path):
         assert body.embed_tokens.head[0] is llm.llm_engine.runner.model.causal_lm.lm_head
         assert not any(x.shape[0] == VOCAB for x in llm.llm_engine.runner.model.parameters())
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-    assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, prompt, 8) for prompt in prompts]
+    check_greedy(model, prompts, 8, tokens_of(outputs))

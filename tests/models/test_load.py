@@ -27,11 +27,13 @@ from tests.helpers import (
     YARN,
     byte_tokenizer,
     change_tensors,
+    check_greedy,
     checkpoint,
     greedy,
     hf_model,
     open_checkpoint,
     random_prompts,
+    tokens_of,
 )
 
 NAME = "qwen3"
@@ -64,7 +66,7 @@ def check_served(path, model, **settings):
     with LLM(str(path), num_kv_blocks=20, block_size=8, dtype="float32", **settings) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
         loaded = llm.llm_engine.runner.model
-    assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, p, 10) for p in prompts]
+    check_greedy(model, prompts, 10, tokens_of(outputs))
     return loaded
 
 

@@ -5,17 +5,19 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from nanoengine import AsyncLLM
-from tests.browser import chromium
+from tests.browser import seen_at
 from tests.helpers import DEMO, THINKING_TEMPLATE, chain_checkpoint, thinking_checkpoint
 from tests.serving import held_steps, is_empty, served, wait_until
 
 MARKUP = "<b id=x>"
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile"), width=390, height=844) as browser:
-        yield browser
+@pytest.fixture
+def browser(chromium):
+    """Yield a browser on a narrow screen."""
+    with seen_at(chromium, 390):
+        chromium.get_log("browser")  # of other tests
+        yield chromium
 
 
 @pytest.fixture
@@ -185,4 +187,3 @@ def test_the_page_fits_its_window(width, browser, serving):
     )
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert all(0 <= find(browser, name)[0].rect["y"] < 700 for name in ("#text", "#send", "#new", "#key"))
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-from contextlib import contextmanager
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
 from nanoengine.extensions.windows import WindowedBlockManager
 from nanoengine.viewer import trace_page as viewer
-from tests.browser import chromium
+from tests.browser import seen_at
 from tests.extensions.test_receipt import LIMITS
 from tests.helpers import DEMO, is_busy, make_scheduler, make_sequence, run_step
 from tests.laws import tables_of
@@ -57,10 +56,10 @@ def small_run() -> list:
     return events
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
+@pytest.fixture
+def browser(chromium):
+    chromium.get_log("browser")  # of other tests
+    return chromium
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +88,6 @@ def open_page(browser, tmp_path):
     yield open_page
     assert browser.get_log("browser") == []
     browser.get("about:blank")
-
-
-@contextmanager
-def seen_at(browser, width: int, scheme: str = "light"):
-    """Yield the page on a screen of this width, light or dark."""
-    size = {"width": width, "height": 900 if width > 500 else 844, "deviceScaleFactor": 2}
-    size["mobile"] = width < 500
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    media = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    try:
-        yield
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 # Find the texts on the page that are larger than their box, and so cut off. The receipt may scroll.
