@@ -205,12 +205,14 @@ def greedy(model: Any, prompt: list[int], num_tokens: int, guess: list[int] | No
     A guess is confirmed in one forward pass: each of its tokens has to follow from those before it.
     """
     answers, asked = getattr(model, "answers", {}), (*prompt, num_tokens)
-    if asked not in answers and guess and len(guess) == num_tokens:
+    if guess and asked not in answers:
+        ends = model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        is_whole = not {*ends} & {*guess[:-1]} and (len(guess) == num_tokens or guess[-1] in ends)
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + guess[:-1]])).logits[0, len(prompt) - 1 :]
-        if logits.argmax(-1).tolist() == guess:
-            answers[asked] = list(guess)
-            return list(guess)
+        if is_whole and logits.argmax(-1).tolist() == guess:
+            return list(answers.setdefault(asked, guess))
     if asked not in answers:
         ids = torch.tensor([prompt])
         settings = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}

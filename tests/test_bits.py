@@ -14,8 +14,8 @@ from tests.helpers import checkpoint, random_prompts
 from tests.model_table import small_config, small_model
 
 CASES = [  # kind, form, schedules and number of requests; transformers' layers take longer
-    *((kind, form, range(1), 10) for kind in KINDS[:2] for form in FORMS),
-    *((kind, "float32", range(1), 5) for kind in KINDS[2:]),
+    *((kind, form, range(1), 6) for kind in KINDS[:2] for form in FORMS),
+    *((kind, "float32", range(1), 3) for kind in KINDS[2:]),
     *(pytest.param(kind, "int8 cache", range(1), 5, marks=pytest.mark.slow) for kind in KINDS[2:]),
     *(
         pytest.param(kind, form, numbers, count, marks=pytest.mark.slow)

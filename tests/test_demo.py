@@ -7,13 +7,12 @@ import sys
 from unittest.mock import Mock
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli import chat, run
-from tests.helpers import DEMO, THINKING_TEMPLATE, thinking_checkpoint
+from tests.helpers import DEMO, THINKING_TEMPLATE, check_greedy, thinking_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=250)
 TASKS = {name: getattr(train, f"ask_{name}") for name in ("sum", "count", "backwards", "primes")}
@@ -47,12 +46,10 @@ def test_greedy_tokens_equal_transformers(llm):
     questions = [ask(rng)[0] for ask in TASKS.values()] + ["Tell me about the weather.", "日本語?"]
     params = SamplingParams(temperature=0, max_tokens=80)
     for output in llm.chat([conversation(question) for question in questions], params, use_tqdm=False):
-        ids = torch.tensor([output.prompt_token_ids])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=False)
-        expected = made[0, ids.shape[1] :].tolist()
-        assert output.outputs[0].token_ids == expected
-        if output.outputs[0].finish_reason == "stop":
-            assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+        said = output.outputs[0]
+        check_greedy(model, [output.prompt_token_ids], 80, [said.token_ids])
+        if said.finish_reason == "stop":
+            assert said.text == tokenizer.decode(said.token_ids, skip_special_tokens=True)
 
 
 def test_run_answers_its_questions(capsys, monkeypatch):

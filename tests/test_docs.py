@@ -23,7 +23,7 @@ from docs import settings
 from docs.figures import PICTURES
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.flags import describe
-from tests.helpers import DEMO, chain_checkpoint
+from tests.helpers import DEMO, chain_checkpoint, check_greedy
 from tests.launches import obstacle
 from tests.test_structure import PACKAGE, imports_of
 
@@ -102,12 +102,9 @@ def test_the_engine_of_lessons_1_2_and_4_gives_the_tokens_of_transformers():
     questions = "Who are you?|What is 62 + 19?|Count from 3 to 11.|Spell the word paging backwards."
     prompts = [ask(question) for question in questions.split("|")]
     model = AutoModelForCausalLM.from_pretrained(DEMO)
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
+    expected = [generate(prompt) for prompt in prompts]
+    check_greedy(model, prompts, 60, expected)
     assert all(answer[-1] == taught.STOP for answer in expected)
-    assert [generate(prompt) for prompt in prompts] == expected
     assert [generate_cached(prompt) for prompt in prompts] == expected
     for block_size in 1, 16:
         assert taught.Engine(256 // block_size, block_size).generate(prompts) == expected
@@ -125,7 +122,7 @@ def check_beam_search(llm, model, prompt, num_beams, ends):
         assert output + [row[-1]] * (len(row) - len(output)) == row  # with what fills it up
 
 
-@pytest.mark.parametrize("num_beams", [2, 4])
+@pytest.mark.parametrize("num_beams", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_beam_search_equals_transformers_with_any_number_of_end_tokens(num_beams, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
     with LLM(DEMO, dtype="float32", num_kv_blocks=64, block_size=8, max_logprobs=24) as llm:

@@ -184,7 +184,7 @@ prompt = st.one_of(
 UNCHECKED = {"suppress_health_check": list(HealthCheck)}
 
 
-@pytest.mark.parametrize("max_examples", [12, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [8, pytest.param(40, marks=pytest.mark.slow)])
 def test_no_request_changes_the_tokens_of_another(max_examples, engine):
     llm, alone = engine
 

@@ -81,7 +81,12 @@ SCHEDULES = {
 SCHEDULES |= {f"preempted, blocks of {n}": {"block_size": n, "num_kv_blocks": 128 // n} for n in (1, 4, 16)}
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+AT_LENGTH = "cache", "budget of 1", "blocks of 2", "blocks of 7", "three at a time", "preempted, blocks of 4"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x in AT_LENGTH else []) for x in SCHEDULES]
+)
 def test_no_schedule_changes_a_token(name, qwen3, prompts, expected):
     settings = {"block_size": 16, "num_kv_blocks": 200, **SCHEDULES[name]}
     with LLM(qwen3, **settings) as llm:

@@ -88,7 +88,11 @@ def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("block_size", "kv_heads", "head_dim"), [(1, 1, 16), (3, 2, 20), (16, 4, 32), (96, 2, 64)]
+    ("block_size", "kv_heads", "head_dim"),
+    [
+        *((3, 2, 20), (16, 4, 32)),
+        *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 1, 16), (96, 2, 64))),
+    ],
 )
 @pytest.mark.parametrize(
     "settings",

@@ -51,16 +51,16 @@ SHARED = {"heads": 71, "kv_heads": 1}
     ("generation", "lens", "dtype", "settings"),
     [
         ("sm75", [(1, 100), (3, 3)], HALF, {}),
-        ("sm80", BATCH, BRAIN, {}),
-        ("sm90", BATCH, BRAIN, {"head_dim": 128}),
         ("sm90", [(1, 200), (1, 31)], HALF, ALL),
-        *(("sm80", EDGES, BRAIN, {**NO_POWERS_OF_2, **more}) for more in ({}, {"window": 70})),
+        ("sm80", EDGES, BRAIN, NO_POWERS_OF_2),
         ("sm90", EDGES, BRAIN, IN_BLOCKS),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("sm75", BATCH, HALF, {}),
-                ("sm80", BATCH, FULL, {}),
+                *(("sm80", BATCH, dtype, {}) for dtype in (BRAIN, FULL)),
+                ("sm90", BATCH, BRAIN, {"head_dim": 128}),
+                ("sm80", EDGES, BRAIN, {**NO_POWERS_OF_2, "window": 70}),
                 ("sm80", EDGES, BRAIN, SHARED),
                 ("sm90", EDGES, BRAIN, {**IN_BLOCKS, "block_size": 64}),
                 ("sm80", EDGES, BRAIN, {**IN_BLOCKS, **ALL, "heads": 8}),

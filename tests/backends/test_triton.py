@@ -340,7 +340,7 @@ ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8,
     ("generation", "case"),
     [
         ("sm90", DENSE),
-        ("gfx942", DENSE),
+        ("gfx942", NARROW),
         *(
             pytest.param(generation, case, marks=at_length)
             for generation in TILES

@@ -292,9 +292,8 @@ def launch_of(num_tokens, shape, dtype, generation, monkeypatch):
 @pytest.mark.parametrize(
     ("generation", "dtype", "num_tokens", "bits"),
     [
-        ("sm80", BRAIN, 1, 4),
         ("sm90", BRAIN, 100, 4),
-        pytest.param("sm80", BRAIN, 100, 4, marks=slow),
+        *(pytest.param("sm80", BRAIN, n, 4, marks=slow) for n in (1, 100)),
         *(
             pytest.param(generation, dtype, n, bits, marks=slow)
             for generation in TARGETS

@@ -187,7 +187,7 @@ def parser_of(calls, reasoning=None, prompt="", tools=(ADD,), **settings):
 
 
 @pytest.mark.parametrize(("formats", "text", "expected"), WRITTEN, ids=range(len(WRITTEN)))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_the_size_of_pieces_does_not_change_the_parsed_answer(formats, text, expected, data):
     assert taken_apart(parser_of(*formats), [text]) == expected
@@ -242,7 +242,7 @@ def can_be_written(calls, value):
 
 
 @pytest.mark.parametrize("calls", CALLS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @example(values=["A parameter ends with </parameter> here."], cuts=[])
 @example(values=["echo '</tool_call>'", "[TOOL_CALLS]", "<tool_call|>"], cuts=[9])
 @example(values=[f"Calls look like {EXAMPLE} or {EXAMPLE}.", f"They end with {CODER_END}, always."], cuts=[])
@@ -347,7 +347,7 @@ MARKERS = {
 
 
 @pytest.mark.parametrize("calls", TOOL_FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=90, deadline=None)
 @example(words=["<|channel|>final <|constrain|>json<|message|>#"], cuts=[], prompt="")
 @example(words=["#\n</think>\n# <think> #"], cuts=[], prompt="<think>\n")
 @example(words=[f"{CODER}#<parameter=note>#</parameter>#\n{CODER_END}"], cuts=[], prompt="")
@@ -712,7 +712,7 @@ def test_a_required_call_is_made(choice, thinking, client, script):
     answer = client.chat.completions.create(
         **{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "tools": [ADD, OTHER]},
         **{"tool_choice": choice, "parallel_tool_calls": False},
-        **{"temperature": 2.0, "seed": 0, "n": 6, "max_tokens": 150},
+        **{"temperature": 2.0, "seed": 0, "n": 3, "max_tokens": 150},
         extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
     )
     names = set()

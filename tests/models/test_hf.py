@@ -56,13 +56,13 @@ LIKE_OTHERS = {
         "gemma",
     ),
     *("phi", "olmo2", "cohere", "gpt-neox", "gpt-bigcode", "opt", "falcon", "qwen3-moe", "exaone4", "phimoe"),
-    "granite",
+    *("granite", "olmo", "olmo3", "cohere2", "gpt-j", "smollm3", "falcon, alibi", "mpt", "gemma"),
+    "llama, dynamic rope",
 }
+BY_DEFAULT = [pytest.param(n, marks=pytest.mark.slow if n in LIKE_OTHERS else []) for n in HF_ARCHITECTURES]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in LIKE_OTHERS else []) for n in HF_ARCHITECTURES]
-)
+@pytest.mark.parametrize("name", BY_DEFAULT)
 def test_greedy_tokens_equal_transformers_chunked_cached_and_preempted(name, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     assert max(LENGTHS) > 2 * WINDOW
@@ -83,7 +83,7 @@ def test_both_implementations_of_a_model_give_the_same_tokens(name, tmp_path_fac
     assert tokens["nanoengine"] == tokens["transformers"]
 
 
-@pytest.mark.parametrize("intermediate_size", [33, 98])
+@pytest.mark.parametrize("intermediate_size", [33, pytest.param(98, marks=pytest.mark.slow)])
 def test_experts_may_have_any_size(intermediate_size, tmp_path):
     torch.manual_seed(0)
     sizes = {**TINY, "intermediate_size": intermediate_size, "num_local_experts": 4}
@@ -372,7 +372,7 @@ def test_a_model_that_takes_positions_from_the_place_in_the_batch_is_refused(pag
         HFModel(model)
 
 
-@pytest.mark.parametrize("name", HF_ARCHITECTURES)
+@pytest.mark.parametrize("name", BY_DEFAULT)
 def test_rounding_in_bfloat16_is_not_mistaken_for_mixing(name, paged_model):
     assert HFModel(paged_model(name, dtype=torch.bfloat16)).kv_specs[0].dtype == torch.bfloat16
 

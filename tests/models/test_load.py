@@ -482,7 +482,7 @@ def loaded_on(device, path, **settings):
     return _load_transformers(opened, config, Target(torch.bfloat16, torch.device(device), lambda *_: None))
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("load_format", ["auto", pytest.param("dummy", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HF_ARCHITECTURES)
 def test_transformers_fills_a_model_on_its_device(name, load_format, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)

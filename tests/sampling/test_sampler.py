@@ -128,7 +128,7 @@ def test_the_distribution_test_can_fail():
 def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed(vocab_size):
     logits = torch.full((vocab_size,), -INF)
     logits[[0, 31, 32, 500, 999]] = torch.tensor([0.1, 1.0, 0.5, 0.7, 0.3])
-    drawn = counts(8000 if vocab_size < 2000 else 800, logits=logits)
+    drawn = counts(8000 if vocab_size < 2000 else 400, logits=logits)
     assert chi_square_fits(drawn, logits.double().softmax(0).tolist())
 
 
@@ -451,7 +451,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(stride, monkeypatch):
     """Filters run 64 rows at a time, as on a GPU: 256 rows of 152k logits take half a GiB, counts 78 MB."""
     num_rows, vocab_size = 256, 4096
