@@ -59,22 +59,28 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path_factory):
         check_greedy(model, PROMPTS, 12, answers(llm))
 
 
+SEEDED = [
+    nano.SamplingParams(temperature=1.5, seed=i // 2, top_k=i % 3 * 20, top_p=1 - i / 30, max_tokens=9)
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def alone(qwen3):
+    """Return seeded samples of requests that run alone."""
+    llm = load(qwen3)
+    pairs = zip(PROMPTS, SEEDED, strict=True)
+    return [llm.generate([prompt], params, use_tqdm=False)[0] for prompt, params in pairs]
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_no_setting_changes_greedy_tokens_or_seeded_samples(settings, tmp_path_factory):
+def test_no_setting_changes_greedy_tokens_or_seeded_samples(settings, alone, tmp_path_factory):
     path, model = checkpoint("qwen3", tmp_path_factory)
-    llm, roomy = load(path, **settings), load(path)
+    llm = load(path, **settings)
     check_greedy(model, PROMPTS, 12, answers(llm))
     assert (llm.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in settings)
-    params = [
-        nano.SamplingParams(temperature=1.5, seed=i // 2, top_k=i % 3 * 20, top_p=1 - i / 30, max_tokens=9)
-        for i in range(len(PROMPTS))
-    ]
-    sampled = [engine.generate(PROMPTS, params, use_tqdm=False) for engine in (llm, llm, roomy)]
-    assert sampled[0] == sampled[1] == sampled[2]
-    alone = [
-        roomy.generate([prompt], p, use_tqdm=False)[0] for prompt, p in zip(PROMPTS, params, strict=True)
-    ]
-    assert alone == sampled[0]
+    for _ in range(2):
+        assert llm.generate(PROMPTS, SEEDED, use_tqdm=False) == alone
 
 
 def test_the_bundled_model_answers_like_transformers_and_the_full_engine():
@@ -416,7 +422,7 @@ def walk(module, seed, num_steps=80):
         assert seq.is_finished
 
 
-@pytest.mark.parametrize("seed", range(40, 70))
+@pytest.mark.parametrize("seed", range(50, 66))
 def test_the_laws_hold_after_every_step_and_every_slot_that_is_read_holds_the_right_token(seed):
     walk(nano, seed)
 

@@ -15,7 +15,7 @@ import pytest
 import nanoengine
 from nanoengine import LLM, SamplingParams
 from tests.helpers import DEMO
-from tests.test_structure import FILES
+from tests.test_structure import FILES, nodes_of
 
 PACKAGE = Path(nanoengine.__file__).parent
 
@@ -155,7 +155,7 @@ def test_only_commands_print():
     printing = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     }
     assert printing <= {
@@ -188,8 +188,7 @@ def shared_state() -> dict[str, str]:
 def test_no_state_lives_outside_objects(tmp_path_factory):
     """Engines share nothing: modules and classes hold the same values after several have run."""
     for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        assert not [node for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal))]
+        assert not [node for node in nodes_of(path) if isinstance(node, (ast.Global, ast.Nonlocal))]
     LLM(DEMO, num_kv_blocks=20).close()  # imports the modules that every engine needs
     for name in ("models.hf", "backends.cpu.onednn"):
         importlib.import_module(f"nanoengine.{name}")

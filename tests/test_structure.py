@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -24,11 +25,16 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports_of(path: Path, package: str = "nanoengine") -> set[str]:
     """Return the package's modules that a file imports, anywhere, also for type checkers."""
     names = set()
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

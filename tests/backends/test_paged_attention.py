@@ -70,7 +70,11 @@ IN_BFLOAT16 = [
     ("lens", "settings"),
     [
         *CASES,
-        *((lens, {"dtype": dtype, **settings}) for lens, settings in IN_BOTH_DTYPES for dtype in TOLERANCE),
+        *(
+            pytest.param(lens, {"dtype": x, **settings}, marks=pytest.mark.slow if x == torch.float16 else ())
+            for lens, settings in IN_BOTH_DTYPES
+            for x in TOLERANCE
+        ),
         *((lens, {"dtype": torch.bfloat16, **settings}) for lens, settings in IN_BFLOAT16),
     ],
     ids=case_id,

@@ -4,6 +4,7 @@ Their kernel is also compiled for GPUs, and executed by docs/ptx.py. See test_tr
 """
 
 import functools
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -170,13 +171,15 @@ def rounded(path, **settings):
     return [out.outputs[0].token_ids for out in outputs], logprobs, held, line
 
 
-@pytest.mark.parametrize("form", ["int4", "int8"])
+NAMES = "qwen3 tied, one kv head", "llama odd sizes", "gpt2", "mixtral", "gemma3", "qwen3"
+AT_LENGTH = {*zip(NAMES, ["int8", "int4"] * 3, strict=True)} - {("qwen3 tied, one kv head", "int8")}
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "form"),
     [
-        # Triton's interpreter takes half a minute for one of them.
-        *([] if INTERPRETED else ["qwen3"]),
-        *("qwen3 tied, one kv head", "llama odd sizes", "gpt2", "mixtral", "gemma3"),
+        pytest.param(*one, marks=slow if one in AT_LENGTH else ())
+        for one in itertools.product(NAMES, ("int4", "int8"))
     ],
 )
 def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp_path_factory):
@@ -185,7 +188,7 @@ def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp
     on_cpu, logprobs, layers, line = rounded(path, **settings)
     doubles.install(monkeypatch)
     if INTERPRETED:
-        if "qwen3" not in name:
+        if name != NAMES[0]:
             pytest.skip("it takes minutes")
         settings |= ON_A_GPU
     else:

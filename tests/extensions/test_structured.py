@@ -181,7 +181,7 @@ def test_log_probabilities_are_the_model_s_own(llm):
 
 @pytest.fixture(scope="module")
 def expected(llm):
-    return answers(llm, [asking(kind, 3, temperature=2.0) for kind in KINDS])
+    return answers(llm, [asking(kind, 3, temperature=2.0, max_tokens=40) for kind in KINDS])
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def expected(llm):
     ids=lambda changes: next(iter(changes)),
 )
 def test_scheduling_drafts_and_masks_computed_ahead_change_no_token(changes, expected, monkeypatch):
-    params = [asking(kind, 3, temperature=2.0) for kind in KINDS]
+    params = [asking(kind, 3, temperature=2.0, max_tokens=40) for kind in KINDS]
     with LLM(DEMO, **{"max_model_len": 96, "num_kv_blocks": 400} | changes) as llm:
         assert answers(llm, params) == expected
         metrics = llm.metrics()
@@ -310,7 +310,7 @@ def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
 def test_a_failed_step_is_computed_again_with_the_same_result(llm, expected):
     with failing_calls(llm.llm_engine.runner, "launch", {4}, at_end=True):
         for i, kind in enumerate(KINDS):
-            llm.add_request(str(i), "Hello", asking(kind, 3, temperature=2.0))
+            llm.add_request(str(i), "Hello", asking(kind, 3, temperature=2.0, max_tokens=40))
         found = {out.request_id: out for _ in range(4) for out in llm.step()}
         with pytest.raises(RuntimeError, match="flaky"):
             llm.step()
@@ -322,7 +322,8 @@ def test_a_failed_step_is_computed_again_with_the_same_result(llm, expected):
 @pytest.mark.slow
 def test_ranks_give_the_same_tokens(expected):
     with LLM(DEMO, num_kv_blocks=400, max_model_len=512, tensor_parallel_size=2) as llm:
-        assert answers(llm, [asking(kind, 3, temperature=2.0) for kind in KINDS]) == expected
+        params = [asking(kind, 3, temperature=2.0, max_tokens=40) for kind in KINDS]
+        assert answers(llm, params) == expected
 
 
 # ---- where an answer ends ----

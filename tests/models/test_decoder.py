@@ -46,7 +46,7 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
             assert tokens_of(llm.generate(prompts[index], params, use_tqdm=False)) == [batched[index]]
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("enforce_eager", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "name", ["qwen3", "llama with biases", pytest.param("llama yarn rope", marks=pytest.mark.slow)]
