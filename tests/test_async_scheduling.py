@@ -105,7 +105,7 @@ def penalized(tmp_path_factory):
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-ENGINES = {
+ENGINES: dict[str, dict] = {
     "alone": {"max_num_seqs": 1},  # each sequence takes the place of the last one's counts
     "preempted": {"max_num_seqs": 3, "num_kv_blocks": 14},
     "in chunks": {"max_num_seqs": 9, "max_num_batched_tokens": 7},  # not all that run fit in a step
