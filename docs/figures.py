@@ -256,25 +256,6 @@ def roofline() -> Picture:
     return p
 
 
-def policies() -> Picture:
-    """Draw lesson 15: five requests in two orders, and how long each takes from its arrival to its end."""
-    p = Picture("Shortest first: four short requests end sooner, and the long one later", 230)
-    arrivals = {"L": 0.0, "A": 0.0, "B": 0.0, "C": 1.5, "D": 2.5}
-    for i, (name, order) in enumerate([("first come", "LABCD"), ("shortest", "ABCDL")]):
-        x, y, clock = 130.0, 40.0 + 80 * i, 0.0
-        p.text(20, y + 18, name, "bold")
-        for letter in order:
-            seconds = 5 if letter == "L" else 1
-            clock += seconds
-            p.box(x, y, 72 * seconds - 4, letter, {"L": "a", "A": "b", "B": "b"}.get(letter, "c"))
-            x += 72 * seconds
-            p.text(x - 6, y + 46, f"{clock - arrivals[letter]:g} s", "end soft")
-    work = "L needs 5 seconds of work, the others 1. L, A and B arrive at 0, C at 1.5 and D at 2.5."
-    p.text(20, 202, f"{work} Below each: from arrival to end.")
-    p.text(20, 222, "The median falls from 6.5 to 1.5 s. The longest grows from 7 to 9: L waits for all.")
-    return p
-
-
 def ranks() -> Picture:
     """Draw lesson 19: where ranks meet in a layer."""
     p = Picture(
@@ -474,7 +455,6 @@ PICTURES = {
     "12-padding.svg": padding,
     "13-distributions.svg": sampling,
     "14-drafts.svg": drafts,
-    "15-policies.svg": policies,
     "18-groups.svg": windows,
     "18-slots.svg": state_slots,
     "19-ranks.svg": ranks,
