@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +209,10 @@ def greedy(model: Any, prompt: list[int], num_tokens: int, guess: list[int] | No
         ends = model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         is_whole = not {*ends} & {*guess[:-1]} and (len(guess) == num_tokens or guess[-1] in ends)
-        with torch.inference_mode():
+        with torch.inference_mode(), suppress(TypeError):  # RoBERTa's positions need a pad token
             logits = model(torch.tensor([prompt + guess[:-1]])).logits[0, len(prompt) - 1 :]
-        if is_whole and logits.argmax(-1).tolist() == guess:
-            return list(answers.setdefault(asked, guess))
+            if is_whole and logits.argmax(-1).tolist() == guess:
+                return list(answers.setdefault(asked, guess))
     if asked not in answers:
         ids = torch.tensor([prompt])
         settings = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}

@@ -434,7 +434,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@pytest.mark.parametrize("num_examples", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_answers_to_random_schemas_conform(num_examples, llm):
     @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**31))

@@ -16,7 +16,7 @@ from nanoengine import LLM, SamplingParams
 from tests.helpers import DEMO
 from tests.serving import TIMEOUT, command, http, wait_until
 
-SECONDS = 60
+SECONDS = 25
 CLIENTS = 500
 MAX_TOKENS = 40
 KINDS = {"whole": 2, "stream": 10, "slow": 2, "leave": 3}  # and how often each is chosen
