@@ -3,12 +3,12 @@
     python -m nanoengine.nano "What is 27 + 58?" "Who are you?"        # the bundled model answers a batch
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B "Who are you?"   # any Qwen3, Qwen2 or Llama checkpoint
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B --bench          # nano-vllm's benchmark
-    python -m benchmarks --engine nano.py,transformers --workload decode   # 1.4 x transformers' generate
+    python -m benchmarks --engine nano.py,transformers --workload decode   # two cores: 1.4 x transformers
 
 Each step of the engine does the following:
 
     chunks = scheduler.schedule()          # choose which tokens to compute, in which cache blocks
-    token_ids = model_runner.run(chunks)   # run the model; sample where a sequence's last token was computed
+    token_ids = model_runner.run(chunks)   # run the model; sample for each sequence that has caught up
     scheduler.update(chunks, token_ids)    # append the tokens, finish sequences, free their blocks
 
 Read it top to bottom: the headings name the lessons in docs/ that explain each part. Glossary:
@@ -21,7 +21,7 @@ Read it top to bottom: the headings name the lessons in docs/ that explain each 
     computed        a token whose K and V are in the cache, or will be once the scheduled step has run
     chunk           the tokens of one sequence that one step computes: a prompt, a part of one, or the token
                     that was sampled last (a decode)
-    registered      a full block that the prefix cache can find by its prefix, the tokens up to its end
+    registered      a full block that the prefix cache can find by its tokens and all tokens before them
     hit             a registered block that a sequence reuses when it is admitted; its tokens are hits too
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     preempt         free a running sequence's blocks; the sequence keeps its tokens and is recomputed later
@@ -94,7 +94,7 @@ class Model:
 
     def __call__(self, inputs: "ModelInputs", caches: list[Cache]) -> Tensor:
         """Write the K and V of a step's tokens to the caches, and return their hidden states, (T, E)."""
-        inputs = inputs._replace(slot_mapping=inputs.slot_mapping.long())  # for index_copy_
+        inputs = inputs._replace(slot_mapping=inputs.slot_mapping.long())  # index_copy_ needs int64
         angles = (inputs.positions.unsqueeze(1) * self.frequencies).repeat(1, 2).unsqueeze(1)  # (T, 1, D)
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         x = F.embedding(inputs.input_ids, self.embedding)
@@ -150,11 +150,11 @@ class ModelInputs(NamedTuple):
     seq_lens: Any  # (S,)  the number of keys that each sequence attends to
     block_tables: Any  # (S, longest table), padded with the null block
     query_lens: list[int]  # (S,)  the number of rows of each sequence; stays on the host
-    key_lens: list[int]  # (S,)  seq_lens, on the host
+    key_lens: list[int]  # (S,)  seq_lens; stays on the host, where reading it waits for nothing
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: ModelInputs, use_flash: bool) -> Tensor:
-    """Write K and V to their slots, then let each token attend to its sequence up to itself.
+    """Write K and V to their slots, then let each token attend to its sequence's tokens up to its own.
 
     The K and V of all sequences are written first: one may hit blocks that another fills in this step. q and
     the result are (T, H, D), k and v (T, K, D). Source: PagedAttention, https://arxiv.org/abs/2309.06180
@@ -163,8 +163,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: ModelInputs
         stored.flatten(0, 1).index_copy_(0, inputs.slot_mapping, new)
     if not use_flash:
         return gathered_attention(q, cache, inputs)
-    how = {"causal": True, "block_table": inputs.block_tables}
-    if max(inputs.query_lens) == 1:  # only decodes: the kernel for one query each, also in CUDA graphs
+    how = {"causal": True, "block_table": inputs.block_tables}  # causal: the last query sees the last key
+    if max(inputs.query_lens) == 1:  # only decodes: a kernel that a CUDA graph can replay
         out = flash_attn_with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=inputs.seq_lens, **how).squeeze(1)
     else:
         lens = inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(inputs.query_lens), max(inputs.key_lens)
@@ -234,20 +234,20 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # empty while waiting
     num_computed_tokens: int = 0
     num_hit_tokens: int = 0  # in hit blocks, whose K and V are not written again
-    num_registered_blocks: int = 0  # first blocks that are registered, or cannot be: see register_full_blocks
-    prefix_id: int = 0  # of the prefix that ends with these blocks: see Block
+    num_registered_blocks: int = 0  # how many leading blocks `register_full_blocks` has dealt with
+    prefix_id: int = 0  # the last of those blocks has this prefix_id; 0: there is none
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # hash and content of each full block
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Describes one physical block. A freed block keeps its content, and can be hit until it is evicted."""
+    """Describes one physical block. A freed registered block can be hit until it is evicted."""
 
     block_id: int
     ref_count: int = 0  # the number of block tables that contain it
     key: tuple[int, bytes] | None = None  # hash and content; None: not registered
     parent_id: int = 0  # prefix_id of the block before it; 0: it is the first one
-    prefix_id: int = 0  # stands for all tokens up to its end. A counter's number: unlike a hash, it is unique
+    prefix_id: int = 0  # a serial number for the tokens from the start to its end: unlike a hash, unique
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -281,7 +281,7 @@ class BlockManager:
         """Give a sequence its hits, and blocks for its other tokens. False: too few are free."""
         hits = self.find_prefix(seq)
         num_new = num_blocks_for(len(seq.token_ids), self.block_size) - len(hits)
-        num_revived = sum(block.ref_count == 0 for block in hits)  # free now, in use afterwards
+        num_revived = sum(block.ref_count == 0 for block in hits)  # holding them takes free blocks too
         if num_new + num_revived > self.num_free_blocks:
             return False
         for block in hits:  # hold all of them before a free block is taken, which could be one of them
@@ -309,7 +309,7 @@ class BlockManager:
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0 and block.key is None:
-                self.empty_blocks.appendleft(block)  # reused first: its memory may still be in a cache
+                self.empty_blocks.appendleft(block)  # reused first: the processor may still cache it
             elif block.ref_count == 0:
                 self.evictable_blocks[block_id] = block
         seq.block_table = []
@@ -331,9 +331,9 @@ class BlockManager:
             key, block = self.hash_full_blocks(seq)[i], self.blocks[seq.block_table[i]]
             if (twin := self._find(key, seq.prefix_id)) is None:  # no equal block is registered
                 block.parent_id, block.prefix_id = seq.prefix_id, next(self.prefix_ids)
-                if key[0] not in self.registered_blocks:  # else other tokens have this hash
+                if key[0] not in self.registered_blocks:  # else another prefix has this hash
                     block.key, self.registered_blocks[key[0]] = key, block
-            seq.prefix_id = (twin or block).prefix_id  # equal prefixes have the same id
+            seq.prefix_id = (twin or block).prefix_id  # a twin's, so that equal prefixes share one
             seq.num_registered_blocks = i + 1
 
     def hash_full_blocks(self, seq: Sequence) -> list[tuple[int, bytes]]:
@@ -379,8 +379,8 @@ class Scheduler:
     tokens left to compute, and each step spends its token budget on running sequences first, then on waiting
     ones (continuous batching). A decode has one token left. A long prompt gets what the budget allows
     (chunked prefill): with a budget of 4, a prompt of 10 tokens runs as the chunks [0, 4), [4, 8) and
-    [8, 10), and only the last one samples. A preempted sequence starts over. Both queues are in order of
-    arrival, and only the head of the waiting queue is admitted.
+    [8, 10), and only the last one samples. A preempted sequence is computed again. Both queues are in order
+    of arrival, and only the head of the waiting queue is admitted.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class Scheduler:
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        # A sequence that fills every block can still sample one last token, which is never computed.
+        # The token sampled last is never computed and needs no slot: hence + 1.
         self.max_num_tokens = min(max_model_len, block_manager.num_blocks * block_manager.block_size + 1)
         self.waiting: deque[Sequence] = deque()  # these sequences hold no blocks
         self.running: list[Sequence] = []  # these hold at least one block each
@@ -465,13 +465,13 @@ def build_inputs(chunks: list[Chunk], block_size: int) -> ModelInputs:
     input_ids = np.array(list(itertools.chain.from_iterable(seq.token_ids[a:b] for seq, a, b, _ in chunks)))
     cu_seqlens_q, cu_seqlens_k = (np.concatenate(([0], lens.cumsum())) for lens in (query_lens, seq_lens))
     tables = [seq.block_table for seq in seqs]
-    block_tables = np.array(list(itertools.zip_longest(*tables, fillvalue=0))).T  # padded to the longest
+    block_tables = np.array(list(itertools.zip_longest(*tables, fillvalue=0))).T  # the shorter ones padded
     seq_of_row = np.repeat(np.arange(len(seqs)), query_lens)
     # Position of a row: its offset within its sequence's rows, plus the position where the chunk starts.
     positions = np.arange(len(input_ids)) - cu_seqlens_q[seq_of_row] + first_positions[seq_of_row]
     slot_mapping = map_slots(block_tables, seq_of_row, positions, block_size)
     # The last token of a prompt that is all hits is computed again, only for its logits. Its K and V are
-    # already in a shared block, so the new ones go to the null block: slot % block_size keeps the offset.
+    # already in a shared block, so the new ones go to the null block, whose slots are 0 to block_size - 1.
     num_hit_tokens = np.array([seq.num_hit_tokens for seq in seqs])
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
     arrays = input_ids, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables
@@ -565,13 +565,13 @@ class ModelRunner:
         self.caches = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
 
     def warm_up(self, num_seqs: int, num_tokens: int) -> None:
-        """Compute that many tokens of each of num_seqs sequences, all in the null block, and sort logits."""
+        """Compute that many tokens of each of num_seqs sequences, in the null block. top_k makes it sort."""
         table = [0] * num_blocks_for(num_tokens, self.block_size)
         seq = Sequence([0] * num_tokens, SamplingParams(top_k=1), num_tokens, block_table=table)
         self.run([Chunk(seq, 0, num_tokens, samples=True)] * num_seqs)
 
     def count_blocks(self, utilization: float, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Return how many blocks fit in 1 GiB or, on a GPU, in that share of it less what a step needs."""
+        """Return how many blocks fit in 1 GiB or in `utilization` of a GPU, less what a step needs."""
         usable_bytes, block_bytes = 1 << 30, sum(x[0].nbytes for cache in self.caches for x in cache)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -587,7 +587,7 @@ class ModelRunner:
         """Capture decodes of a ladder of batch sizes, the largest first: the others reuse its memory."""
         pool, table_width = torch.cuda.graph_pool_handle(), num_blocks_for(max_model_len, self.block_size)
         decode = Chunk(Sequence([0], SamplingParams(), 1, block_table=[0] * table_width), 0, 1, samples=True)
-        for size in sorted({min(n, max_num_seqs, 512) for n in (1, 2, 4, 8, *range(16, 529, 16))})[::-1]:
+        for size in sorted({min(n, max_num_seqs, 512) for n in (1, 2, 4, 8, *range(16, 513, 16))})[::-1]:
             padding = build_inputs([decode] * size, self.block_size)
             inputs = send(padding, self.device)
             self.graphs[size] = padding, inputs, *capture(partial(self.model, inputs, self.caches), pool)
@@ -620,7 +620,7 @@ class ModelRunner:
 
 # ---- LLM: from prompts to answers ----------------------------------------------------------------
 class LLM:
-    """Loads a model and answers prompts. Its arguments and results are those of nano-vllm's LLM."""
+    """Loads a model and answers prompts. It takes nano-vllm's arguments and more, and returns its results."""
 
     def __init__(
         self,
