@@ -192,7 +192,7 @@ def limited(seconds: float) -> Iterator[None]:
         raise EndlessError
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.5)  # and again: Python ignores it in a callback
     try:
         yield
     finally:

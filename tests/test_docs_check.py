@@ -4,13 +4,14 @@ import faulthandler
 import importlib.util
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from docs import decode, matvec
-from docs.check import LESSONS, SOLUTIONS, failures, functions_of, main, sheet_of, stub
+from docs.check import LESSONS, SOLUTIONS, EndlessError, failures, functions_of, limited, main, sheet_of, stub
 from docs.checks import CHECKS
 
 RIGHT = {lesson: SOLUTIONS[sheet_of(lesson)].read_text() for lesson in LESSONS}
@@ -130,6 +131,20 @@ def test_mistakes_in_a_lesson_fail_no_other_lesson(lesson):
     assert len(failures(student, lesson)) == len(CHECKS[lesson])
     others = [other for other in BY_LETTERS if other != lesson and sheet_of(other) == sheet_of(lesson)]
     assert not any(failures(student, other) for other in others)
+
+
+def test_a_loop_is_stopped_although_a_first_stop_was_ignored():
+    def loop():
+        while True:
+            pass
+
+    def ignore_one():
+        with suppress(EndlessError):  # as Python does in a callback of the garbage collector
+            loop()
+        loop()
+
+    with pytest.raises(EndlessError), limited(0.1):
+        ignore_one()
 
 
 def test_each_lesson_knows_five_mistakes_for_each_of_its_functions():
