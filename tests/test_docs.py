@@ -1,6 +1,7 @@
 """The lessons and the guide in docs/, and README: code prints what they say, what they point at exists."""
 
 import importlib.util
+import json
 import operator
 import os
 import re
@@ -68,6 +69,12 @@ def test_the_article_prints_what_it_says_and_says_what_was_measured():
     prose = re.sub(r"```.*?```|\(https[^)]*\)", "", ARTICLE.read_text(), flags=re.DOTALL)
     measured = "".join((DOCS / "guide" / name).read_text() for name in ("performance.md", "lab.md"))
     assert [figure for figure in re.findall(r"\d+\.\d+", prose) if figure not in measured] == []
+
+
+def test_the_page_of_a_run_links_to_lessons_by_their_numbers():
+    words = json.loads((PACKAGE / "viewer" / "page" / "words.json").read_text())
+    for number, (name, _) in words["lessons"].items():
+        assert (DOCS / f"{name}.md").read_text().startswith(f"# {number}. ")
 
 
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
