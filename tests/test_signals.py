@@ -304,9 +304,10 @@ def test_a_stream_that_is_closed_at_the_moment_of_a_timeout_leaves_no_request(st
 def test_alarms_at_random_moments_change_neither_threads_nor_state_nor_results():
     environment = {key: x for key, x in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))}
     environment["OMP_WAIT_POLICY"] = "PASSIVE"  # see conftest.py
-    command = [sys.executable, "-m", "tests.alarms", "500", "0"]
+    command = [sys.executable, "-m", "tests.alarms", "300", "0"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10 * TIMEOUT)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
-    assert result["raised"] > 160
+    assert result["raised"] > 90
     assert (result["lost"], result["differences"]) == (0, [])
+    assert result["stuck"] <= 2

@@ -60,11 +60,10 @@ at_length = pytest.mark.slow
 
 @compiles
 @at_length
-@pytest.mark.parametrize("which", ["not slow", "slow"])
 @pytest.mark.parametrize("file", ["test_triton.py", "test_triton_linear.py"])
-def test_all_of_a_file_passes_under_tritons_interpreter(file, which):
+def test_all_of_a_file_passes_under_tritons_interpreter(file):
     path = str(Path(__file__).with_name(file))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, path]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
     result = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
