@@ -3,7 +3,7 @@
     python -m nanoengine.nano "What is 27 + 58?" "Who are you?"        # the bundled model answers a batch
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B "Who are you?"   # any Qwen3, Qwen2 or Llama checkpoint
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B --bench          # nano-vllm's benchmark
-    python -m benchmarks --engine nano.py,transformers --workload decode   # two cores: 1.4 x transformers
+    python -m benchmarks --engine nano.py,transformers --workload decode   # 2 cores: 1.3 x transformers
 
 Each step of the engine does the following:
 

@@ -41,8 +41,10 @@ def test_after_the_last_one_the_samples_are_those_of_a_prompt_that_ends_with_the
         assert [one.token_ids for one in ask(llm, **given)] == [FORCED + one.token_ids for one in free]
 
 
-ASKED = [{"temperature": 0, "max_tokens": 19}]
-ASKED += [{"presence_penalty": 1.0, "seed": 1, "bad_words": ["a"], "max_tokens": 19}]
+ASKED = (
+    {"temperature": 0, "max_tokens": 19},
+    {"presence_penalty": 1.0, "seed": 1, "bad_words": ["a"], "max_tokens": 19},
+)
 
 
 @pytest.fixture(scope="module")
