@@ -223,7 +223,7 @@ REDUNDANT = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("generation", "dtype", "head_dim"),
-    [("sm75", HALF, 64), ("sm80", BRAIN, 64), ("sm90", BRAIN, 128)],
+    [("sm75", HALF, 64), ("sm80", BRAIN, 64), ("sm80", FULL, 16), ("sm90", BRAIN, 128)],
 )
 def test_removing_any_barrier_fence_or_wait_is_noticed(generation, dtype, head_dim):
     lines = Path(backend.__file__).read_text().splitlines()
