@@ -235,7 +235,7 @@ class EngineConfig:
 
 
 def find_named(setting: str, name: str) -> Any:
-    """Import and return what "module:name" or "module.name" names. ValueError: it cannot be imported."""
+    """Import and return what "module:name" or "module.name" names. Raises ValueError if it cannot."""
     module, _, attribute = name.rpartition(":" if ":" in name else ".")
     try:
         return getattr(import_module(module), attribute)

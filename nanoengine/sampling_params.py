@@ -22,7 +22,7 @@ def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int
 
 
 def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
-    """Return the value as a float. Raises TypeError or ValueError unless it is in the range."""
+    """Return the value as a float. Raises TypeError or ValueError unless it is in the given range."""
     limits = f"a number in {'(' if open_low else '['}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {limits}, got {value!r}")
@@ -259,7 +259,7 @@ class SamplingParams:
             setattr(self, name, value)
 
     def clone(self) -> "SamplingParams":
-        """Return a copy, with all fields checked again."""
+        """Return a copy. All fields are checked again: a bad one raises TypeError or ValueError."""
         return replace(self)
 
     def check_vocabulary(self, vocab_size: int) -> None:

@@ -177,7 +177,7 @@ class Device:
         return Forward()
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
-        """Return the fastest backend that can compute such layers. ValueError: the one asked for cannot."""
+        """Return the fastest backend for such layers. Raises ValueError if the one asked for cannot."""
         asked, notes, backends = self.config.attn_backend, list[str](), self.backends
         if self.config.kv_cache_dtype == "int8":
             from nanoengine.backends.int8_cache import Int8Attention
@@ -204,9 +204,10 @@ class Device:
         return backend.obstacle(specs, settings)
 
     def count_blocks(self, block_bytes: int, max_blocks: int, cache_bytes: int) -> int:
-        """Return the number of KV cache blocks: num_kv_blocks if set, else as many as fit, or ValueError.
+        """Return the number of KV cache blocks: num_kv_blocks if set, else as many as fit.
 
-        max_blocks are enough for every sequence at its longest. More would only enlarge the prefix cache.
+        Raises ValueError if not even one fits. max_blocks are enough for every sequence at its longest. More
+        would only enlarge the prefix cache.
         """
         if self.config.num_kv_blocks is not None:
             return self.config.num_kv_blocks

@@ -220,7 +220,7 @@ def chosen(setting: str, name: str, marks: dict[str, str], template: str) -> str
 
 
 def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto") -> Formats:
-    """Choose a model's formats by name, or by its tokenizer. ValueError: one is unknown or malformed."""
+    """Choose a model's formats by name, or by its tokenizer. Raises ValueError if one is unknown."""
     template = json.dumps(getattr(tokenizer, "chat_template", None), ensure_ascii=False)
     own = getattr(tokenizer, "response_template", None) if (tools, reasoning) == ("auto", "auto") else None
     if own is not None:

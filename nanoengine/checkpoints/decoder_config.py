@@ -34,7 +34,7 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> "DecoderConfig":
-        """Translate a transformers config. ValueError: its model, rope or activation is not supported."""
+        """Translate a transformers config. Raises ValueError for what is not supported."""
         architecture = architecture_of(config)
         if architecture not in (names := SUPPORTED_ARCHITECTURES.values()):
             raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(names)}")

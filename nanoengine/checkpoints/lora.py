@@ -113,7 +113,7 @@ class Adapter:
     def merge(self, weights: Mapping[str, Tensor], tied: Collection[str]) -> None:
         """Change a model's weights, by name, in place. Changes are computed in float32.
 
-        `tied` are names that shared one weight before it was untied. ValueError: the weights do not fit.
+        `tied` are names that shared one weight before it was untied. Raises ValueError if weights do not fit.
         """
         if missing := sorted(self.names() - weights.keys()):
             raise ValueError(f"{self.path} changes {missing[0]!r}, which is not a weight of the model")

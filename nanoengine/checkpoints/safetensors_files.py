@@ -27,7 +27,7 @@ class Files:
     """Reads a checkpoint's tensors by Hugging Face's names. `QuantizedFiles` and `GGUFFile` are subclasses.
 
     `rename` returns a tensor's name in the model, or None for a tensor of a part that is not loaded.
-    ValueError: a file is missing or damaged, or two files hold the same tensor.
+    Raises ValueError if a file is missing or damaged, or two files hold the same tensor.
     """
 
     def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:

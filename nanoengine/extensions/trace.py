@@ -37,7 +37,7 @@ class Tracer:
     If the target or the tokenizer raises, the error is logged, the trace ends, and the engine continues. No
     argument may refer to the KV cache, because its memory must be freed when the engine closes. `request_of`
     returns a sequence's request_id, from its seq_id. `seconds` are the running totals of a `Stopwatch`.
-    OSError: the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
 
     def __init__(

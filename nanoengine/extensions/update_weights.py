@@ -45,8 +45,8 @@ class Run(NamedTuple):
 class Reloader:
     """Knows where a model holds the checkpoint's tensors, and replaces them.
 
-    ValueError: other processes share the weights or the KV computed with them, or the loaded weights are not
-    the checkpoint's tensors (an adapter was merged, or the checkpoint is quantized).
+    Raises ValueError if other processes share the weights or the KV computed with them, or if the loaded
+    weights are not the checkpoint's tensors (an adapter was merged, or the checkpoint is quantized).
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, model: Any) -> None:

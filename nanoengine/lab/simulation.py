@@ -231,7 +231,7 @@ def serve(server: Simulation | RealEngine, arrivals: Iterable[Arrival]) -> Repor
 
     The clock advances by whole steps. If no request is unfinished, it jumps to the next arrival. A request
     that arrives during a step is queued at the end of the step, as in an engine that one thread runs. A
-    scheduler that has a `clock` gets this one. ValueError: a request could never be served.
+    scheduler that has a `clock` gets this one. Raises ValueError if a request could never be served.
     """
     scheduler: Any = server.scheduler
     manager, upcoming, accesses = scheduler.block_manager, Upcoming(arrivals), Accesses(scheduler)

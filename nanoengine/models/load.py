@@ -43,8 +43,8 @@ def load_model(
 ) -> "Decoder | HFModel":
     """Build the model and fill every parameter from the checkpoint, or at random (load_format "dummy").
 
-    A shard is the part of a decoder that one rank holds. ValueError: a tensor is missing, unexpected or of
-    the wrong shape, a file is damaged, or the model is not supported.
+    A shard is the part of a decoder that one rank holds. Raises ValueError if a tensor is missing, unexpected
+    or of the wrong shape, a file is damaged, or the model is not supported.
     """
     misfit = adapter = None
     if config.lora is not None:
@@ -139,7 +139,7 @@ def _fill(model: Decoder, files: Files, shard: Any, shapes: dict[str, tuple[int,
 def check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> dict[str, tuple[int, ...]]:
     """Check that files hold exactly the model's tensors, and return the shape of each.
 
-    MisfitError: a tensor is missing or unexpected. ValueError: its shape or dtype is wrong.
+    Raises MisfitError if a tensor is missing or unexpected, ValueError if its shape or dtype is wrong.
     """
     shapes = {name: tuple(part.shape) for name, part in destinations(model).items()}
     if model.config.tie_word_embeddings and HEAD in headers:

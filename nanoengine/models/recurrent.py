@@ -125,7 +125,7 @@ class States:
         return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in all_specs)
 
     def count_slots(self, limit: int, cache_bytes: int) -> int:
-        """Return how many sequences' states fit in cache_bytes, at most `limit`. ValueError: not even one."""
+        """Return how many sequences' states fit in cache_bytes, up to `limit`. Raises ValueError for none."""
         num_slots = min(cache_bytes // self.slot_bytes - NUM_RESERVED_SLOTS, limit)
         if num_slots < 1:
             raise ValueError(

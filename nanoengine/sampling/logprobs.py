@@ -42,9 +42,9 @@ Transfer = Callable[[Tensor], Download]
 def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> Tensor:
     """Tabulate each row's token: its log-probability and rank, and the num_logprobs (-1: all) best tokens.
 
-    The result is a single table, so that one transfer is enough: (R, 2 + 2 k) int32. Each row holds the
-    log-probability, the rank, the k highest log-probabilities and their k token ids. Floats are stored as
-    their bits.
+    Shapes: logits (R, V), token_ids (R,) int64. The result is a single table, so that one transfer is enough:
+    (R, 2 + 2 k) int32. Each row holds the log-probability, the rank, the k highest log-probabilities and
+    their k token ids. Floats are stored as their bits.
     """
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))

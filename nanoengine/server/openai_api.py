@@ -104,7 +104,7 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
 def sampling_fields(
     body: BaseModel, sampled: Set[str] = frozenset(), ignored: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return a request's fields in `sampled` that are not null. APIError: another field is not supported."""
+    """Return a request's fields in `sampled` that are not null. Raises APIError for another one."""
     extra, found = body.model_extra or {}, dict[str, Any]()
     served, ignored = sampled | type(body).model_fields.keys(), ignored + SAMPLING_IGNORES + REQUEST_IGNORES
     if len(extra) > MAX_UNSERVED:
@@ -219,8 +219,12 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     add_special_tokens: bool | None = None
     request_id: str | None = Field(None, max_length=200)  # part of the answer's id, in each piece of a stream
     _structured_field: str = PrivateAttr("structured_outputs")  # the field that asks for these
-    # makes the parser of a sample, known after `fit`; None: the whole text is content
     _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)
+
+    @property
+    def new_parser(self) -> Callable[[], AnswerParser] | None:
+        """Makes the parser of a sample, known after `fit`. None: the whole text is content."""
+        return self._new_parser
 
     @cached_property  # not a private attribute, which takes microseconds to read, for each token
     def sent(self) -> dict[int, int]:

@@ -231,7 +231,7 @@ class Service:
                 prompts = body.prompts(self.checkpoint.tokenizer, engine.checker.encoder_for(params))
                 params = body.fit(params, prompts, self.formats)
                 checked = [engine.check(one, params, body.priority or 0) for one in prompts]
-                return [one._replace(new_parser=body._new_parser) for one in checked]
+                return [one._replace(new_parser=body.new_parser) for one in checked]
             except RuntimeError as error:  # the engine is closed
                 raise unavailable(str(error)) from None
             except PromptTooLongError as error:

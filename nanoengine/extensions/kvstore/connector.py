@@ -82,7 +82,7 @@ def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.nd
 def decode(
     data: bytes, fingerprint: bytes, token_ids: np.ndarray, sizes: abc.Sequence[int]
 ) -> list[np.ndarray] | None:
-    """Return the groups given to `encode`; None: of other tokens or models. ValueError: they are damaged."""
+    """Return the groups given to `encode`; None: of others. Raises ValueError if they are damaged."""
     try:
         tensors = load_tensors(data)
         checksum = tensors.pop("checksum")

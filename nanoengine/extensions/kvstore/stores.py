@@ -204,7 +204,7 @@ class RedisStore:
 
 
 def open_store(kv_store: Any) -> Store:
-    """Open the store that `EngineConfig.kv_store` specifies. ValueError: the directory cannot be created."""
+    """Open the store that `EngineConfig.kv_store` specifies. Raises ValueError if it cannot."""
     if isinstance(kv_store, str) and "://" in kv_store:
         return RedisStore(kv_store)
     if not isinstance(kv_store, (str, Path)):

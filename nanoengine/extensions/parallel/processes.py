@@ -49,7 +49,7 @@ class Workers:
         self._thread.start()
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Wait for a condition that the processes bring about. EngineDeadError: one is lost, or late."""
+        """Wait for the processes to meet a condition. Raises EngineDeadError if one is lost, or late."""
         end = time.monotonic() + STARTING
         while not is_ready():
             if self._is_lost.wait(0.05):

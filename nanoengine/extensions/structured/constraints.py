@@ -81,7 +81,8 @@ class Grammars:
     def compile(self, asked: StructuredOutputsParams) -> Callable[[], "Constraint"]:
         """Compile a grammar, and return a function that makes a constraint for each sample of a request.
 
-        ValueError: it is invalid or too large, or no finite text conforms to it, or parts cannot be enforced.
+        Raises ValueError if it is invalid or too large, no finite text conforms to it, or a part cannot be
+        enforced.
         """
         try:
             grammar = self._cached(json.dumps(asdict(asked)))

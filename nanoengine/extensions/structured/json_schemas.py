@@ -48,7 +48,7 @@ def closed(schema: Any) -> Any:
 
 
 def checked_schema(schema: Any) -> Any:
-    """Return the schema with patterns rewritten. ValueError: a part would not be enforced, or never ends."""
+    """Return the schema with patterns rewritten. Raises ValueError for a part that would not be enforced."""
     with suppress(AttributeError, TypeError):  # the schema is malformed: llguidance reports where
         check_recursion(schema)
     return mapped(schema, _with_quotable_patterns)
