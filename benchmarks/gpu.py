@@ -93,13 +93,17 @@ def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = B
     """Measure one layer's attention with each backend."""
     import torch
 
-    from nanoengine.backends import cuda, flash, kv_cache, triton
+    from nanoengine.backends import cuda, flash_attention, kv_cache, triton_attention
     from nanoengine.backends import paged_attention as attention
 
     where, none = torch.device(device), frozenset[str]()
     specs = [kv_cache.KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)]
     found: dict[str, Any] = {}
-    kinds: list[Any] = [flash.FlashAttention, flash.VarlenAttention, triton.TritonAttention]
+    kinds: list[Any] = [
+        flash_attention.FlashAttention,
+        flash_attention.VarlenAttention,
+        triton_attention.TritonAttention,
+    ]
     for backend in (*kinds, attention.TorchAttention):
         reason = backend.obstacle(specs, none) or cuda.try_out(backend, specs, none, BLOCK_SIZE, where)
         times = {} if reason else {name: attention_ms(backend, lens, where) for name, lens in batches.items()}

@@ -9,7 +9,7 @@ import torch
 
 from docs.ptx import Cta, GlobalMemory, Instruction
 from docs.ptx_arithmetic import from_half
-from nanoengine.backends import triton as backend
+from nanoengine.backends import triton_attention as backend
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.paged_attention import Settings
 from tests.attention import metadata_of

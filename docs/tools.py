@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from nanoengine.engine import Block, BlockManager, Scheduler, Sequence
 from nanoengine.extensions.recurrent_states import StatefulScheduler
-from nanoengine.extensions.speculate import is_draft
-from nanoengine.extensions.windows import WindowedBlockManager
+from nanoengine.extensions.sliding_windows import WindowedBlockManager
+from nanoengine.extensions.speculative_decoding import is_draft
 from nanoengine.sampling_params import SamplingParams
 
 

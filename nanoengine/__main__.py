@@ -34,7 +34,7 @@ def load(command: str) -> Callable[[list[str]], None]:
         case "trace":
             from nanoengine.viewer.trace_page import main
         case _:
-            from nanoengine.lab.command import main
+            from nanoengine.cli.lab import main
     return main
 
 

@@ -31,7 +31,7 @@ from nanoengine.timing import Stopwatch, phase
 
 if TYPE_CHECKING:  # at run time each is imported only for an engine that needs it
     from nanoengine.extensions.draft_model import DraftModel
-    from nanoengine.extensions.parallel.ranks import Ranks
+    from nanoengine.extensions.parallel.tensor_parallel import Ranks
     from nanoengine.models.decoder import Decoder
     from nanoengine.models.hf import HFModel
 
@@ -54,7 +54,7 @@ def start_model(
         drafts = DraftModel(start_runner(draft, draft_widths=widths), asked)
         return start_runner(opened, before_forward, beside_bytes=drafts.block_bytes), drafts
     if config.tensor_parallel_size > 1:
-        from nanoengine.extensions.parallel.ranks import start_ranks
+        from nanoengine.extensions.parallel.tensor_parallel import start_ranks
 
         return start_ranks(start_runner, opened, before_forward), None
     return start_runner(opened, before_forward), None
@@ -101,7 +101,7 @@ def start_runner(
 
             make = partial(StatefulRunner, num_groups)
         elif num_groups > 1:
-            from nanoengine.extensions.windows import WindowedRunner
+            from nanoengine.extensions.sliding_windows import WindowedRunner
 
             make = partial(WindowedRunner, num_groups)
         runner = make(*parts, sampling_rows=rows, before_forward=before_forward)
@@ -219,7 +219,7 @@ def make_core(started: Started, draft_model: "DraftModel | None") -> EngineCore:
         needed, needed_for = ModelDraftingScheduler, "a draft model"
         arguments["draft_model"] = draft_model
     elif speculation is not None:
-        from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
+        from nanoengine.extensions.speculative_decoding import DraftingScheduler, NgramProposer
         from nanoengine.extensions.structured.constraints import GrammarProposer
 
         needed, needed_for = DraftingScheduler, "speculative_config"
@@ -260,7 +260,7 @@ def make_blocks(started: Started, draft_model: "DraftModel | None") -> BlockMana
     settings: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
     if windows == [None] and config.kv_store is None and not loaded.state_bytes:
         return BlockManager(*sizes, **settings)
-    from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
+    from nanoengine.extensions.sliding_windows import WindowedBlockManager, WindowedRunner
 
     settings |= {"windows": windows, "max_chunk_tokens": loaded.max_num_batched_tokens}
     if isinstance(started.runner, WindowedRunner):

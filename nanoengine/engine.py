@@ -168,7 +168,7 @@ class BlockKey(NamedTuple):
 
     hash: int  # chained: the hash of this block's tokens, seeded with the previous block's hash
     content: bytes  # the tokens themselves, int32
-    group: int = 0  # which layers' K and V the block holds: extensions/windows.py
+    group: int = 0  # which layers' K and V the block holds: extensions/sliding_windows.py
 
     def __hash__(self) -> int:
         """Return the chained hash, so that dicts look blocks up by it."""
@@ -417,7 +417,7 @@ class Chunk(NamedTuple):
     end: int
     samples: bool  # whether a token is sampled after the last one; False: known tokens are left to compute
     # token_ids[start:end] are the tokens of the chunk, but for a pending last one. The list is the sequence's
-    # own or, with draft tokens, a longer copy (extensions/speculate.py).
+    # own or, with draft tokens, a longer copy (extensions/speculative_decoding.py).
     token_ids: list[int]
 
 
@@ -529,7 +529,7 @@ class Scheduler:
         return batch
 
     def add_drafts(self, chunks: list[Chunk], budget: int) -> int:
-        """Add chunks of draft tokens to a step, and return how many. extensions/speculate.py overrides it."""
+        """Add draft tokens, and return how many. extensions/speculative_decoding.py overrides this."""
         return 0
 
     def next_waiting(self, waiting: list[Sequence]) -> Sequence:

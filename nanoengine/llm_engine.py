@@ -63,7 +63,7 @@ class LLMEngine:
         self._stats = RequestStats(self.max_model_len)  # counts finished requests
         self._processors: list[Any] = []  # the engine's logits processors; a request may add its own
         if config.logits_processors:
-            from nanoengine.extensions.processors import find_functions
+            from nanoengine.extensions.logits_processors import find_functions
 
             self._processors = find_functions(config.logits_processors)
         self._reloader: Any = None  # set when weights are replaced
@@ -126,7 +126,7 @@ class LLMEngine:
         """Yield a factory per logits processor of a sample: the request's, the engine's, the grammar's."""
         params = checked.params
         if functions := [*(params.logits_processors or ()), *self._processors]:
-            from nanoengine.extensions.processors import FunctionProcessor
+            from nanoengine.extensions.logits_processors import FunctionProcessor
 
             yield from (partial(FunctionProcessor, one) for one in functions)
         if params.structured_outputs is not None:
@@ -334,7 +334,7 @@ class LLMEngine:
         states = f"{started.num_state_slots} states of {loaded.state_bytes:,} bytes"
         windows = ""
         if any(spec.window and spec.window < self.max_model_len for spec in loaded.kv_specs):
-            from nanoengine.extensions.windows import describe_windows
+            from nanoengine.extensions.sliding_windows import describe_windows
 
             windows = describe_windows([group.window for group in loaded.kv_groups])
         proposer = getattr(config.speculation, "model", None) or "ngram"

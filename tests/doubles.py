@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device
-from nanoengine.backends.flash import FlashAttention, FlashKernels, VarlenAttention
+from nanoengine.backends.flash_attention import FlashAttention, FlashKernels, VarlenAttention
 from nanoengine.backends.paged_attention import TorchAttention
-from nanoengine.backends.triton import TritonAttention
+from nanoengine.backends.triton_attention import TritonAttention
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling.sampler import draw_chunks
 
@@ -376,7 +376,7 @@ def install(monkeypatch) -> Counter[str]:
     module.flash_attn_varlen_func = flash_attn_varlen_func
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr("nanoengine.backends.flash.write_kv", write_kv)
+    monkeypatch.setattr("nanoengine.backends.flash_attention.write_kv", write_kv)
     if importlib.util.find_spec(name := "torch.nn.attention.varlen") is None:  # an older PyTorch
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         monkeypatch.setattr(torch.nn.attention, "varlen", sys.modules[name], raising=False)

@@ -99,7 +99,7 @@ def flash_doubles(monkeypatch):
 @pytest.fixture
 def in_float32(flash_doubles, monkeypatch):
     """Let flash-attn's doubles compute in float32, for exact comparisons with transformers."""
-    monkeypatch.setattr("nanoengine.backends.flash.FlashKernels.dtypes", (torch.float32,))
+    monkeypatch.setattr("nanoengine.backends.flash_attention.FlashKernels.dtypes", (torch.float32,))
     return flash_doubles
 
 

@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 from nanoengine.backends.step_inputs import NUM_RESERVED_SLOTS
 from nanoengine.engine import BlockKey, BlockManager, Scheduler, Sequence
 from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulScheduler
-from nanoengine.extensions.windows import WindowedBlockManager
+from nanoengine.extensions.sliding_windows import WindowedBlockManager
 
 
 def tables_of(manager: BlockManager, seq: Sequence) -> list[list[int]]:

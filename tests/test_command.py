@@ -52,7 +52,7 @@ def test_missing_extra_is_named(monkeypatch, capsys):
 
 def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
     given = []
-    modules = "cli.run", "cli.chat", "server.process", "cli.bench", "viewer.trace_page", "lab.command"
+    modules = "cli.run", "cli.chat", "server.process", "cli.bench", "viewer.trace_page", "cli.lab"
     for module in modules:
         monkeypatch.setattr(f"nanoengine.{module}.main", partial(lambda *call: given.append(call), module))
     for name in COMMANDS:

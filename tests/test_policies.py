@@ -11,9 +11,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.assembly import find_scheduler
 from nanoengine.cli import bench
+from nanoengine.cli import lab as lab_command
 from nanoengine.engine import Scheduler
-from nanoengine.extensions.speculate import DraftingScheduler
-from nanoengine.lab import command as lab_command
+from nanoengine.extensions.speculative_decoding import DraftingScheduler
 from nanoengine.lab.policies.names import POLICIES
 from nanoengine.lab.policies.priority import PreemptivePriority
 from tests.helpers import DEMO, finish

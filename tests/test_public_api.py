@@ -164,7 +164,7 @@ def test_only_commands_print():
         "cli/chat.py",
         "cli/bench.py",
         "lab/simulation.py",
-        "lab/command.py",
+        "cli/lab.py",
     }
 
 

@@ -28,8 +28,8 @@ from nanoengine.backends.device import Attention
 from nanoengine.backends.step_inputs import BIN_SLOT, ZERO_SLOT
 from nanoengine.engine import BlockManager, EngineCore, Launch, ModelRunner, Sampled, Scheduler, Sequence
 from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulRunner, StatefulScheduler
-from nanoengine.extensions.speculate import DraftingScheduler, is_draft
-from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
+from nanoengine.extensions.sliding_windows import WindowedBlockManager, WindowedRunner
+from nanoengine.extensions.speculative_decoding import DraftingScheduler, is_draft
 from nanoengine.sampling.logprobs import Reports
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.timing import Stopwatch

@@ -384,8 +384,8 @@ class CUDA(Device):
     @property
     def backends(self) -> tuple[type[PagedAttention], ...]:  # type: ignore[override]
         """See the base class."""
-        from nanoengine.backends.flash import FlashAttention, VarlenAttention  # loads Triton
-        from nanoengine.backends.triton import TritonAttention
+        from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention  # loads Triton
+        from nanoengine.backends.triton_attention import TritonAttention
 
         if self.config.attn_backend == "varlen":  # only if asked for: it has not run on a GPU yet
             return (VarlenAttention,)
@@ -429,7 +429,7 @@ class CUDA(Device):
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
         """See the base class."""
-        from nanoengine.backends.flash import FlashKernels  # loads Triton
+        from nanoengine.backends.flash_attention import FlashKernels  # loads Triton
 
         attention = super().choose_attention(specs, settings)
         if self.no_fusion:
@@ -443,7 +443,7 @@ class CUDA(Device):
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
     ) -> str | None:
         """See the base class."""
-        from nanoengine.backends.flash import FlashKernels
+        from nanoengine.backends.flash_attention import FlashKernels
 
         if issubclass(backend, FlashKernels) and self.capability < (8, 0):
             return "it needs a GPU of the Ampere generation or later"

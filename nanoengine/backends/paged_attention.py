@@ -1,8 +1,8 @@
 """Paged attention: write a batch's keys and values into cache blocks, then attend over the blocks.
 
 `TorchAttention` is the backend to read: plain PyTorch, on any device. The fast backends compute the same
-attention with kernels from this repository (cpu/compiled_attention.py, triton.py) or from flash-attn
-(flash.py).
+attention with kernels of this repository (cpu/compiled_attention.py, triton_attention.py) or of flash-attn
+(flash_attention.py).
 
 Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim (D' for the
 values, if different), L cached tokens of a sequence (padded to whole blocks), B block_size.

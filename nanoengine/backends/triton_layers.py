@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.triton import kernel
+from nanoengine.backends.triton_attention import kernel
 
 with suppress(ImportError):  # Windows, and PyTorch for the CPU
     import triton

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.backends.quantization import Form, Quantized, quantize
-from nanoengine.backends.triton import _dot, generation, kernel
+from nanoengine.backends.triton_attention import _dot, generation, kernel
 
 with suppress(ImportError):  # Windows, and PyTorch for the CPU
     import triton

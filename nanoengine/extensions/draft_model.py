@@ -29,7 +29,7 @@ from nanoengine.backends.kv_cache import block_bytes
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.config import EngineConfig, SpeculativeConfig
 from nanoengine.engine import Block, Chunk, ModelRunner, Prefix, ScheduledBatch, Sequence
-from nanoengine.extensions.speculate import DraftingScheduler
+from nanoengine.extensions.speculative_decoding import DraftingScheduler
 from nanoengine.extensions.structured.constraints import Constraint
 
 

@@ -30,7 +30,7 @@ from nanoengine.backends.step_inputs import (
     StatePart,
 )
 from nanoengine.engine import Block, Chunk, Prefix, ScheduledBatch, Scheduler, Sequence
-from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
+from nanoengine.extensions.sliding_windows import WindowedBlockManager, WindowedRunner
 
 
 class Span(NamedTuple):

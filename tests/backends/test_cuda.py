@@ -15,7 +15,7 @@ import nanoengine.engine
 import nanoengine.sampling.sampler
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.assembly import open_device
-from nanoengine.backends import flash, triton
+from nanoengine.backends import flash_attention, triton_attention
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cuda import (
     CUDA,
@@ -27,7 +27,7 @@ from nanoengine.backends.cuda import (
     try_out,
 )
 from nanoengine.backends.device import Decodes, Trial
-from nanoengine.backends.flash import FlashAttention, VarlenAttention
+from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.engine import ModelRunner, build_inputs
@@ -676,7 +676,7 @@ def test_arrays_are_not_overwritten_before_they_are_copied(late_gpu):
 def test_without_triton_the_flash_backends_write_with_pytorch(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     modules = []
-    for original in (triton, flash):
+    for original in (triton_attention, flash_attention):
         spec = importlib.util.spec_from_file_location(original.__name__, original.__file__)
         modules.append(importlib.util.module_from_spec(spec))
         monkeypatch.setitem(sys.modules, original.__name__, modules[-1])

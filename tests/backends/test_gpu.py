@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.flash import FlashAttention, VarlenAttention
+from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.paged_attention import TorchAttention
-from nanoengine.backends.triton import TritonAttention
+from nanoengine.backends.triton_attention import TritonAttention
 from nanoengine.engine import ModelRunner
 from nanoengine.models.hf_attention import alibi_slopes
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention

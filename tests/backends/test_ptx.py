@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from docs.ptx import Cta, Fault, GlobalMemory, Kernel
-from nanoengine.backends import triton as backend
+from nanoengine.backends import triton_attention as backend
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
 from tests.launches import MUTATIONS, Emulated, obstacle
 

@@ -16,11 +16,18 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends import triton as backend
+from nanoengine.backends import triton_attention as backend
 from nanoengine.backends.cuda import try_out
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import Settings
-from nanoengine.backends.triton import FLOAT32, MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
+from nanoengine.backends.triton_attention import (
+    FLOAT32,
+    MAX_PROGRAMS,
+    MAX_SPLITS,
+    MIN_SPAN,
+    TILES,
+    TritonAttention,
+)
 from tests.attention import (
     ALL_DECODES,
     ALL_FRESH,

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.extensions.speculate import is_draft
-from tests.extensions.test_speculate import mixed_requests
+from nanoengine.extensions.speculative_decoding import is_draft
+from tests.extensions.test_speculative_decoding import mixed_requests
 from tests.helpers import (
     TINY,
     VARIED_SETTINGS,

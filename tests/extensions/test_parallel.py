@@ -28,10 +28,10 @@ from nanoengine.assembly_types import Opened
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.engine import build_inputs
-from nanoengine.extensions.parallel import processes
-from nanoengine.extensions.parallel import ranks as parallel
-from nanoengine.extensions.parallel.processes import Workers
-from nanoengine.extensions.parallel.shard import Shard
+from nanoengine.extensions.parallel import rank_processes
+from nanoengine.extensions.parallel import tensor_parallel as parallel
+from nanoengine.extensions.parallel.rank_processes import Workers
+from nanoengine.extensions.parallel.weight_shards import Shard
 from nanoengine.outputs import EngineDeadError
 from tests import doubles
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, open_checkpoint, random_prompts
@@ -324,7 +324,7 @@ def test_ranks_round_weights_at_load_on_the_gpu_path_as_on_a_cpu(path_of, in_thr
     for install in (lambda _: None, doubles.install):
         install(monkeypatch)
         doubles.install_linear(monkeypatch)
-        monkeypatch.setattr("nanoengine.backends.flash.FlashKernels.dtypes", (torch.float32,))
+        monkeypatch.setattr("nanoengine.backends.flash_attention.FlashKernels.dtypes", (torch.float32,))
         settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "dtype": "float32", "quantization": "int4"}
         with LLM(path_of("uneven, tied"), tensor_parallel_size=2, **settings) as llm:
             found.append(everything(llm, 1))
@@ -541,7 +541,7 @@ def test_a_failed_rank_is_an_error_that_states_the_cause(planted, said, monkeypa
 @SLOW
 def test_a_rank_that_hangs_at_startup_is_an_error_after_a_while(monkeypatch):
     monkeypatch.setattr(parallel, "serve", serve_nothing)
-    monkeypatch.setattr(processes, "STARTING", 1.0)
+    monkeypatch.setattr(rank_processes, "STARTING", 1.0)
     with pytest.raises(EngineDeadError, match="not all ranks were ready after 1 s"), ranks_in_processes():
         pass
     assert not ranks_of()

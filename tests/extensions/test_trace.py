@@ -13,7 +13,7 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine import Prefix, tell_nobody
 from nanoengine.extensions import trace
-from nanoengine.extensions.speculate import DraftingScheduler
+from nanoengine.extensions.speculative_decoding import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
 from nanoengine.viewer import trace_page
 from tests.helpers import DEMO, make_scheduler, make_sequence, run_step

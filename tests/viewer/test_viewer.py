@@ -19,9 +19,9 @@ from selenium.webdriver.common.keys import Keys
 from nanoengine import LLM, SamplingParams, engine
 from nanoengine.cli import run
 from nanoengine.engine import BlockManager, Scheduler
-from nanoengine.extensions.speculate import DraftingScheduler
+from nanoengine.extensions.sliding_windows import WindowedBlockManager
+from nanoengine.extensions.speculative_decoding import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
-from nanoengine.extensions.windows import WindowedBlockManager
 from nanoengine.viewer import trace_page as viewer
 from tests.browser import seen_at
 from tests.extensions.test_receipt import LIMITS

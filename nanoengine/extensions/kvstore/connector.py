@@ -42,7 +42,7 @@ from nanoengine.backends.device import Download, upload
 from nanoengine.backends.kv_cache import KVGroup, KVSpec, block_bytes
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.kvstore.stores import DirectoryStore, Store, open_store
-from nanoengine.extensions.windows import WindowedBlockManager
+from nanoengine.extensions.sliding_windows import WindowedBlockManager
 
 FORMAT_VERSION = 1
 MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; above this, saving waits for a later step

@@ -11,7 +11,13 @@ import pytest
 from benchmarks.features import compare_drafts
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.config import SpeculativeConfig
-from nanoengine.extensions.speculate import MAX_PAUSE, DraftingScheduler, Lookup, NgramProposer, is_draft
+from nanoengine.extensions.speculative_decoding import (
+    MAX_PAUSE,
+    DraftingScheduler,
+    Lookup,
+    NgramProposer,
+    is_draft,
+)
 from nanoengine.metrics import Counter as MetricCounter
 from nanoengine.metrics import Vector
 from tests.helpers import (

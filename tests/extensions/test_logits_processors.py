@@ -166,7 +166,7 @@ class Wish:
         pass
 
 
-@pytest.mark.parametrize("given", [[prefer_60], ["tests.extensions.test_processors:prefer_60"]])
+@pytest.mark.parametrize("given", [[prefer_60], ["tests.extensions.test_logits_processors:prefer_60"]])
 def test_an_engine_s_function_is_called_for_each_request_after_the_request_s_own(given):
     params = SamplingParams(**GREEDY, logits_processors=[lambda ids, logits: logits * 0])
     with LLM(DEMO, num_kv_blocks=100, logits_processors=given) as other:
@@ -187,7 +187,7 @@ CLASS = (
         (["nowhere.at:all"], 'logits_processors must be "module:name"'),
         (["json"], 'logits_processors must be "module:name"'),
         ([Wish], CLASS),
-        (["tests.extensions.test_processors:Wish"], CLASS),
+        (["tests.extensions.test_logits_processors:Wish"], CLASS),
     ],
 )
 def test_an_invalid_processor_of_an_engine_is_refused(given, message):

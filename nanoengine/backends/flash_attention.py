@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention, Settings, whole_rows
 from nanoengine.backends.step_inputs import AttentionMetadata
-from nanoengine.backends.triton import write_kv
+from nanoengine.backends.triton_attention import write_kv
 
 Metadata = AttentionMetadata[Tensor]
 

@@ -38,8 +38,8 @@ from nanoengine.assembly_types import Opened, Started
 from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward
 from nanoengine.backends.step_inputs import ModelInputs, send_inputs
 from nanoengine.engine import ModelRunner
-from nanoengine.extensions.parallel.processes import Workers
-from nanoengine.extensions.parallel.shard import Shard
+from nanoengine.extensions.parallel.rank_processes import Workers
+from nanoengine.extensions.parallel.weight_shards import Shard
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import EngineDeadError
 

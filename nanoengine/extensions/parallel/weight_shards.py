@@ -1,4 +1,4 @@
-"""Splits a decoder's weights among processes ("ranks"). extensions/parallel/ranks.py adds the communication.
+"""Splits a decoder's weights among processes ("ranks"). tensor_parallel.py adds the communication.
 
 Source: Megatron-LM, https://arxiv.org/abs/1909.08053
 """

@@ -9,7 +9,7 @@ import torch
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.kv_cache import KVSpec, group_layers, new_caches
 from nanoengine.engine import Scheduler
-from nanoengine.extensions.windows import WindowedBlockManager, describe_windows
+from nanoengine.extensions.sliding_windows import WindowedBlockManager, describe_windows
 from tests.helpers import check_greedy, checkpoint, make_sequence, random_prompts, tokens_of
 from tests.laws import check_blocks, check_laws
 
