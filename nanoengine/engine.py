@@ -110,7 +110,7 @@ class Sequence:
     max_num_tokens: int = field(init=False, default=0)  # limit on prompt plus output
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_time: float | None = field(init=False, default=None)  # seconds of time.monotonic()
-    num_tokens_at_failure: int = field(init=False, default=0)  # known tokens at its last failure (`recover`)
+    num_tokens_at_failure: int = field(init=False, default=0)  # known tokens when `recover` last blamed it
     finish_reason: str | None = field(init=False, default=None)  # None: waiting or running
     stop_reason: int | str | None = field(init=False, default=None)
 
@@ -132,7 +132,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of known tokens or, if all of them are computed, num_computed_tokens + 1."""
+        """The number of known tokens or, if all of them are computed and the next is pending, one more."""
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
         return num_known if num_known > num_computed else num_computed + 1
 
@@ -210,7 +210,7 @@ class BlockManager:
     Every other block is either in use (ref_count is the number of block tables that contain it) or free.
 
     Free blocks wait in one queue, in the order of their reuse. Blocks that are not registered come first, the
-    last freed one in front because its memory may still be in a cache. Registered blocks follow, the least
+    last freed one in front, as a processor may still cache its memory. Registered blocks follow, the least
     recently used first. The queue is an ordered dict, from whose middle a hit removes its block in O(1).
 
     A lookup goes from block to block. `prefixes` finds the next prefix in O(1), by the chained hash, and also
@@ -285,7 +285,7 @@ class BlockManager:
         return hits
 
     def _hold(self, seq: Sequence, hits: list[Block], num_new: int) -> bool:
-        """Add a reference to each hit, or return False if fewer than num_new free blocks would remain."""
+        """Add a reference to each hit. Adds none and returns False if that leaves fewer than num_new free."""
         num_revived = sum(block.ref_count == 0 for block in hits)  # free now, in use afterwards
         if num_new + num_revived > self.num_free_blocks:
             self.tell("refused", seq, num_new + num_revived)
@@ -375,7 +375,7 @@ class BlockManager:
         """Release all blocks of a sequence, the last block first, so that tails are evicted before prefixes.
 
         A lookup starts at the first block, so a tail whose prefix was evicted could never be hit.
-        A step in flight may still use these blocks. That is safe: their next owner computes in a later step.
+        A step in flight may still use these blocks. That is safe: a step of their next owner runs after it.
         """
         for block_id in reversed(seq.block_table):
             self._release(block_id)
@@ -409,14 +409,14 @@ class BlockManager:
 class Chunk(NamedTuple):
     """The tokens [start, end) of a sequence, to compute in a step.
 
-    A draft token is a chunk of its own. `DraftingScheduler.update` drops the samples that follow a wrong one.
+    A draft token is a chunk of its own. `DraftingScheduler.update` drops samples that follow a wrong draft.
     """
 
     seq: Sequence
     start: int
     end: int
     samples: bool  # whether a token is sampled after the last one; False: known tokens are left to compute
-    # token_ids[start:end] are the tokens of the chunk, but for a pending last one. The list is the sequence's
+    # token_ids[start:end] are the chunk's tokens; a pending last one is missing. The list is the sequence's
     # own or, with draft tokens, a longer copy (extensions/speculative_decoding.py).
     token_ids: list[int]
 
@@ -436,7 +436,7 @@ class Scheduler:
     left to compute, and each step spends its token budget on running sequences first, then on waiting ones.
     A decode has one token left. A long prompt gets what the budget allows (chunked prefill): with a budget of
     4, a prompt of 10 tokens runs as the chunks [0, 4), [4, 8) and [8, 10), and only the last one samples.
-    Prefix hits leave fewer tokens to compute. A preempted sequence starts over. Sequences may join and
+    Prefix hits leave fewer tokens to compute. A preempted sequence is computed again. Sequences may join and
     leave at any step (continuous batching).
 
     Both queues are sorted by `Sequence.order`. Only the head of the waiting queue may be admitted; the others
@@ -499,7 +499,7 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            # At the limit, the step in flight samples the last token, which is never computed.
+            # At its limit, a sequence waits for its last token, which is pending and is never computed.
             if num_tokens < seq.max_num_tokens and (self.is_ready is None or self.is_ready(seq)):
                 if num_tokens > seq.capacity and not self._make_room(i):
                     continue  # the next sequence is at this index now
@@ -515,7 +515,7 @@ class Scheduler:
             if not self.block_manager.allocate(seq):
                 break
             remove(self.waiting, seq)
-            if waiting is not self.waiting:
+            if waiting is not self.waiting:  # a filtered copy
                 remove(waiting, seq)
             bisect.insort(self.running, seq, key=BY_ORDER)
             self.tell("admitted", seq)
@@ -566,7 +566,7 @@ class Scheduler:
         """Add a chunk of uncomputed tokens, as many as the budget and the limit allow. Returns how many."""
         start = seq.num_computed_tokens
         seq.num_computed_tokens = end = min(num_tokens, start + budget, start + self.max_chunk_tokens)
-        # A block whose last token is pending cannot be hashed yet. It is registered one step later.
+        # A block whose last token is pending cannot be hashed yet: the sequence's next chunk registers it.
         num_known_tokens = min(end, len(seq.token_ids))
         if num_known_tokens // self.block_manager.block_size > seq.num_registered_blocks:
             self.block_manager.register_full_blocks(seq, num_known_tokens)
@@ -576,7 +576,7 @@ class Scheduler:
     # -- after the forward pass
 
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
-        """Append the tokens that a step sampled. Returns the sequences that got one or failed without one."""
+        """Append the tokens that a step sampled. Returns the sequences that got a token or failed."""
         advanced = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
             if seq.finish_reason is None:
@@ -621,7 +621,7 @@ class Scheduler:
         waiting ones. One that is blamed twice without a new token in between finishes with "error".
         """
         self.tell("failed")
-        failed = [self.admitting] if self.admitting else self.running or self.waiting
+        failed = [self.admitting] if self.admitting else (self.running or self.waiting)
         self.running, self.waiting = [], sorted(self.running + self.waiting, key=BY_ORDER)
         self.admitting = None
         self.block_manager.clear()
@@ -676,8 +676,8 @@ def build_inputs(
     block_tables = pad_tables([seq.block_table for seq in seqs])
     slot_mapping = map_slots(block_tables, seq_of_row, positions, block_size)
     # If all of a sequence's tokens are hits, the last one is computed again only for its logits. Its K and V
-    # are already in a block that other sequences read. So the new ones go to the null block, where nothing
-    # reads them: `slot % block_size` is the slot with the same offset in block 0.
+    # are already in a block that other sequences read, so the new ones go to the null block, where nothing
+    # reads them. A slot is block_id * block_size + offset, so `slot % block_size` is in block 0.
     num_hit_tokens = np.fromiter([seq.num_hit_tokens for seq in seqs], np.int64)
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
 
@@ -745,8 +745,8 @@ class ModelRunner:
             compute_logits turns hidden states into logits. See models/decoder.py and models/hf.py.
         attention: builds a step's attention from its metadata. See backends/paged_attention.py.
         sample: samples one token from each row of logits, as sampler.py's `sample_rows` does.
-        sampling_rows: what `sample` needs of each sampled token and of all together, cached between steps.
-        before_forward: called just before each forward pass.
+        sampling_rows: caches the sampling parameters of each row, and what all rows have in common.
+        before_forward: called just before each forward pass, which then hides what the call takes.
     """
 
     def __init__(
@@ -781,7 +781,7 @@ class ModelRunner:
             if before is not None and len(on_host.pending_rows):
                 assert before.tokens is not None
                 # `sample` returns -1 if no token can be sampled. Such a sequence will fail once the token is
-                # collected. Until then, it computes token 0, a valid id, and the result is dropped.
+                # collected. Until then, its input is token id 0, and the result is dropped.
                 sampled = before.tokens[inputs.pending_samples].clamp(min=0)
                 inputs.input_ids[inputs.pending_rows] = sampled
             self.stopwatch.lap("inputs")
@@ -792,7 +792,7 @@ class ModelRunner:
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
                 return Launch(batch, None, None, reports)
-            # At most MAX_ROWS tokens at a time: a row of logits is as wide as the vocabulary.
+            # At most MAX_ROWS rows at a time, as `parts` too: a row of logits is as wide as the vocabulary.
             results: list[Tensor] = []
             parts = torch.split(hidden[inputs.sample_rows], MAX_ROWS)
             for part, (rows, settings) in zip(parts, self.sampling_rows.parts(batch, inputs), strict=True):
@@ -841,7 +841,7 @@ class Collected(NamedTuple):
     """Holds the results of one collected step."""
 
     advanced: list[Sequence]  # returned by `Scheduler.update`: these received a token or failed
-    logprobs: Logprobs  # for these sequences, and possibly for others whose samples were discarded
+    logprobs: Logprobs  # for these, and for sequences that finished while the step was in flight
 
 
 class EngineCore:
@@ -859,8 +859,8 @@ class EngineCore:
     def step(self) -> Collected | None:
         """Launch a step, and collect the oldest one if it is due. After an exception, call `recover`."""
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here
-        # Bad words and processors need all earlier tokens on the host. Do not launch a step as well: if that
-        # raised, the collected results would be lost.
+        # Bad words and processors need all earlier tokens on the host. So only collect: a launch in the same
+        # call might raise, and the collected results would be lost.
         if before is not None and any(seq.bad_words or seq.processors for seq in before.batch.sampled_seqs):
             return self.collect()
         stopwatch = self.runner.stopwatch

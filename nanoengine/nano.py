@@ -3,12 +3,12 @@
     python -m nanoengine.nano "What is 27 + 58?" "Who are you?"        # the bundled model answers a batch
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B "Who are you?"   # any Qwen3, Qwen2 or Llama checkpoint
     python -m nanoengine.nano --model Qwen/Qwen3-0.6B --bench          # nano-vllm's benchmark
-    python -m benchmarks --engine nano.py,transformers --workload decode   # 2 cores: 1.3 x transformers
+    python -m benchmarks --engine nano.py,transformers --workload decode   # in the repository: 1.3 x as fast
 
 Each step of the engine does the following:
 
     chunks = scheduler.schedule()          # choose which tokens to compute, in which cache blocks
-    token_ids = model_runner.run(chunks)   # run the model; sample for each sequence that has caught up
+    token_ids = model_runner.run(chunks)   # run the model; sample where no token is left to compute
     scheduler.update(chunks, token_ids)    # append the tokens, finish sequences, free their blocks
 
 Read it top to bottom: the headings name the lessons in docs/ that explain each part. Glossary:
@@ -17,8 +17,8 @@ Read it top to bottom: the headings name the lessons in docs/ that explain each 
     block_table     a sequence's blocks: the i-th holds its tokens [i * block_size, (i + 1) * block_size)
     slot            one token's place in the cache. With block_size 4 and block_table [7, 2], the token at
                     position 5 is at offset 1 of block_table[1], which is block 2: slot 2 * 4 + 1 = 9
-    null block      block 0. No sequence owns it: the K and V of padding, for example, are written there
-    computed        a token whose K and V are in the cache, or will be once the scheduled step has run
+    null block      block 0. No sequence owns it: K and V that nobody will read are written there
+    computed        a token whose K and V are in the cache, or which the scheduled step computes
     chunk           the tokens of one sequence that one step computes: a prompt, a part of one, or the token
                     that was sampled last (a decode)
     registered      a full block that the prefix cache can find by its tokens and all tokens before them
@@ -68,11 +68,11 @@ class Model:
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.config = config = AutoConfig.from_pretrained(path)
-        rope, weights = config.rope_parameters, dict[str, Tensor]()
+        rope, self.weights = getattr(config, "rope_parameters", None) or {}, dict[str, Tensor]()
         for name, value, supported in [
             ("model_type", config.model_type, ("llama", "qwen2", "qwen3")),
-            ("hidden_act", config.hidden_act, ("silu",)),
-            ("rope_type", rope["rope_type"], ("default", "llama3")),
+            ("hidden_act", getattr(config, "hidden_act", None), ("silu",)),
+            ("rope_type", rope.get("rope_type"), ("default", "llama3")),
             ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
             ("use_sliding_window", getattr(config, "use_sliding_window", False), (False,)),
             ("quantization_config", getattr(config, "quantization_config", None), (None,)),
@@ -82,9 +82,9 @@ class Model:
         for file in path.glob("*.safetensors"):  # read straight to the device
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  it is not a dict
-                    weights[name] = tensors.get_tensor(name).to(dtype or config.dtype)
-        self.weights, self.embedding = weights, weights["model.embed_tokens.weight"]  # (V, E)
-        self.lm_head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+                    self.weights[name] = tensors.get_tensor(name).to(dtype or config.dtype)
+        self.embedding = self.weights["model.embed_tokens.weight"]  # (V, E)
+        self.lm_head = self.embedding if config.tie_word_embeddings else self.weights["lm_head.weight"]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.has_qk_norm, self.eps = config.model_type == "qwen3", config.rms_norm_eps
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -94,7 +94,7 @@ class Model:
 
     def __call__(self, inputs: "ModelInputs", caches: list[Cache]) -> Tensor:
         """Write the K and V of a step's tokens to the caches, and return their hidden states, (T, E)."""
-        inputs = inputs._replace(slot_mapping=inputs.slot_mapping.long())  # index_copy_ needs int64
+        inputs = inputs._replace(slot_mapping=inputs.slot_mapping.long())  # int32 is for flash-attn
         angles = (inputs.positions.unsqueeze(1) * self.frequencies).repeat(1, 2).unsqueeze(1)  # (T, 1, D)
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         x = F.embedding(inputs.input_ids, self.embedding)
@@ -128,7 +128,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Return by how much the angle of dimensions i and i + D / 2 grows per position, (D / 2,)."""
+    """Return the radians per position by which dimensions i and i + D / 2 turn, (D / 2,)."""
     frequencies: Tensor = 1 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
     if rope["rope_type"] == "llama3":  # rotates slow pairs even more slowly, for longer contexts
         num_turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -150,13 +150,13 @@ class ModelInputs(NamedTuple):
     seq_lens: Any  # (S,)  the number of keys that each sequence attends to
     block_tables: Any  # (S, longest table), padded with the null block
     query_lens: list[int]  # (S,)  the number of rows of each sequence; stays on the host
-    key_lens: list[int]  # (S,)  seq_lens; stays on the host, where reading it waits for nothing
+    key_lens: list[int]  # (S,)  seq_lens again, on the host: reading a GPU's tensor would wait
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: ModelInputs, use_flash: bool) -> Tensor:
     """Write K and V to their slots, then let each token attend to its sequence's tokens up to its own.
 
-    The K and V of all sequences are written first: one may hit blocks that another fills in this step. q and
+    All K and V are written first: a sequence may hit blocks that another fills in this step. q and
     the result are (T, H, D), k and v (T, K, D). Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
     for new, stored in zip((k, v), cache, strict=True):
@@ -164,7 +164,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: ModelInputs
     if not use_flash:
         return gathered_attention(q, cache, inputs)
     how = {"causal": True, "block_table": inputs.block_tables}  # causal: the last query sees the last key
-    if max(inputs.query_lens) == 1:  # only decodes: a kernel that a CUDA graph can replay
+    if max(inputs.query_lens) == 1:  # only decodes: no length comes from the host, so a graph can replay it
         out = flash_attn_with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=inputs.seq_lens, **how).squeeze(1)
     else:
         lens = inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(inputs.query_lens), max(inputs.key_lens)
@@ -233,9 +233,9 @@ class Sequence:
     # Written by the block manager. The scheduler also writes num_computed_tokens while the sequence runs.
     block_table: list[int] = field(default_factory=list)  # empty while waiting
     num_computed_tokens: int = 0
-    num_hit_tokens: int = 0  # in hit blocks, whose K and V are not written again
-    num_registered_blocks: int = 0  # how many leading blocks `register_full_blocks` has dealt with
-    prefix_id: int = 0  # the last of those blocks has this prefix_id; 0: there is none
+    num_hit_tokens: int = 0  # tokens in hit blocks, which others may read: they are not written again
+    num_registered_blocks: int = 0  # leading blocks that are registered, or equal to one that is
+    prefix_id: int = 0  # stands for all tokens of those blocks (see Block); 0: there are none
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # hash and content of each full block
 
 
@@ -247,7 +247,7 @@ class Block:
     ref_count: int = 0  # the number of block tables that contain it
     key: tuple[int, bytes] | None = None  # hash and content; None: not registered
     parent_id: int = 0  # prefix_id of the block before it; 0: it is the first one
-    prefix_id: int = 0  # a serial number for the tokens from the start to its end: unlike a hash, unique
+    prefix_id: int = 0  # serial number of the prefix that ends with this block: unlike a hash, unique
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -281,10 +281,10 @@ class BlockManager:
         """Give a sequence its hits, and blocks for its other tokens. False: too few are free."""
         hits = self.find_prefix(seq)
         num_new = num_blocks_for(len(seq.token_ids), self.block_size) - len(hits)
-        num_revived = sum(block.ref_count == 0 for block in hits)  # holding them takes free blocks too
+        num_revived = sum(block.ref_count == 0 for block in hits)  # free until now, so they count too
         if num_new + num_revived > self.num_free_blocks:
             return False
-        for block in hits:  # hold all of them before a free block is taken, which could be one of them
+        for block in hits:  # first, or `_take_free_block` might evict one of them
             self.evictable_blocks.pop(block.block_id, None)
             block.ref_count += 1
         seq.block_table = [b.block_id for b in hits] + [self._take_free_block() for _ in range(num_new)]
@@ -325,7 +325,7 @@ class BlockManager:
         return hits
 
     def register_full_blocks(self, seq: Sequence) -> None:
-        """Make blocks full of computed tokens findable, unless an equal one, or one with that hash, is."""
+        """Register the blocks that are now full of computed tokens, unless their hash is registered."""
         num_full_blocks = seq.num_computed_tokens // self.block_size if self.enable_prefix_caching else 0
         for i in range(seq.num_registered_blocks, num_full_blocks):
             key, block = self.hash_full_blocks(seq)[i], self.blocks[seq.block_table[i]]
@@ -333,7 +333,7 @@ class BlockManager:
                 block.parent_id, block.prefix_id = seq.prefix_id, next(self.prefix_ids)
                 if key[0] not in self.registered_blocks:  # else another prefix has this hash
                     block.key, self.registered_blocks[key[0]] = key, block
-            seq.prefix_id = (twin or block).prefix_id  # a twin's, so that equal prefixes share one
+            seq.prefix_id = (twin or block).prefix_id  # equal prefixes share an id
             seq.num_registered_blocks = i + 1
 
     def hash_full_blocks(self, seq: Sequence) -> list[tuple[int, bytes]]:
@@ -388,7 +388,7 @@ class Scheduler:
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        # The token sampled last is never computed and needs no slot: hence + 1.
+        # The last token of an answer is not computed and needs no slot: hence + 1.
         self.max_num_tokens = min(max_model_len, block_manager.num_blocks * block_manager.block_size + 1)
         self.waiting: deque[Sequence] = deque()  # these sequences hold no blocks
         self.running: list[Sequence] = []  # these hold at least one block each
@@ -465,7 +465,7 @@ def build_inputs(chunks: list[Chunk], block_size: int) -> ModelInputs:
     input_ids = np.array(list(itertools.chain.from_iterable(seq.token_ids[a:b] for seq, a, b, _ in chunks)))
     cu_seqlens_q, cu_seqlens_k = (np.concatenate(([0], lens.cumsum())) for lens in (query_lens, seq_lens))
     tables = [seq.block_table for seq in seqs]
-    block_tables = np.array(list(itertools.zip_longest(*tables, fillvalue=0))).T  # the shorter ones padded
+    block_tables = np.array(list(itertools.zip_longest(*tables, fillvalue=0))).T  # padded: (S, longest)
     seq_of_row = np.repeat(np.arange(len(seqs)), query_lens)
     # Position of a row: its offset within its sequence's rows, plus the position where the chunk starts.
     positions = np.arange(len(input_ids)) - cu_seqlens_q[seq_of_row] + first_positions[seq_of_row]
@@ -510,7 +510,7 @@ def keep_probable(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
     shares, order = probabilities.sort(dim=-1, descending=True, stable=True)
     shares = shares * ((torch.arange(shares.shape[1], device=shares.device) < top_k) | (top_k == 0))
     shares = shares / shares.sum(-1, keepdim=True)
-    shares = shares * ((shares.cumsum(-1) - shares < top_p) | (top_p == 1))  # a rounded sum may reach 1 early
+    shares = shares * ((shares.cumsum(-1) - shares < top_p) | (top_p == 1))  # a rounded sum reaches 1 early
     return torch.zeros_like(shares).scatter(-1, order, shares / shares.sum(-1, keepdim=True))
 
 
@@ -523,7 +523,7 @@ def sample(logits: Tensor, temperature: Array, top_k: Array, top_p: Array, u: Ar
         return logits.argmax(-1)
     settings = torch.from_numpy(np.stack((temperature, top_k, top_p, u)))
     t, k, p, numbers = settings.to(logits.device, non_blocking=True).unsqueeze(2)  # (R, 1) each
-    is_sampled = t > 1e-5  # a lower temperature has the effect of 0, but the quotient might overflow
+    is_sampled = t > 1e-5  # lower ones are taken for 0: the quotient might overflow
     probabilities = (logits / t.where(is_sampled, 1).float()).softmax(-1)  # in float32
     if top_k.any() or (top_p < 1).any():
         probabilities = keep_probable(probabilities, k, p)
@@ -553,7 +553,7 @@ class ModelRunner:
         self.model, self.block_size, self.device = model, block_size, model.device
         # By batch size: padding, the tensors that the graph reads, its hidden states, and how to replay it.
         self.graphs: dict[int, tuple[ModelInputs, ModelInputs, Tensor, Callable[[], None]]] = {}
-        self.allocate_kv_cache(0)  # only the null block, whose size `count_blocks` reads
+        self.allocate_kv_cache(0)  # for now, only the null block: `count_blocks` reads its size
         self.warm_up(1, 1)  # a missing tensor raises KeyError now
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -565,7 +565,7 @@ class ModelRunner:
         self.caches = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
 
     def warm_up(self, num_seqs: int, num_tokens: int) -> None:
-        """Compute that many tokens of each of num_seqs sequences, in the null block. top_k makes it sort."""
+        """Compute num_tokens tokens of each of num_seqs sequences, in the null block. top_k makes it sort."""
         table = [0] * num_blocks_for(num_tokens, self.block_size)
         seq = Sequence([0] * num_tokens, SamplingParams(top_k=1), num_tokens, block_table=table)
         self.run([Chunk(seq, 0, num_tokens, samples=True)] * num_seqs)
@@ -628,13 +628,13 @@ class LLM:
         *,
         device: str | None = None,  # "cpu" or "cuda", which is the current GPU; None: a GPU if there is one
         dtype: str | torch.dtype | None = None,  # of weights and cache; None: the checkpoint's
-        kvcache_block_size: int | None = None,  # tokens per block; None: 256 with flash-attn, 16 without
+        kvcache_block_size: int | None = None,  # None: 16, or with flash-attn 256, which it needs
         num_kvcache_blocks: int = -1,  # -1: as many as fit in 1 GiB, or in a GPU
         gpu_memory_utilization: float = 0.9,  # the share of a GPU's memory to use
-        max_num_seqs: int = 256,  # limit on the sequences that run at a time
+        max_num_seqs: int = 256,  # limit on running sequences: each needs a token of a step's budget
         max_num_batched_tokens: int = 8192,  # limit on the tokens of a step
         max_model_len: int | None = None,  # limit on prompt plus answer; at most the model's limit
-        tensor_parallel_size: int = 1,  # nano-vllm's scripts pass it
+        tensor_parallel_size: int = 1,  # must be 1; nano-vllm's scripts pass it
         enforce_eager: bool = False,  # do not capture CUDA graphs
         enable_prefix_caching: bool = True,
     ) -> None:
@@ -660,11 +660,11 @@ class LLM:
         runner.allocate_kv_cache(num_kvcache_blocks)
         if loaded.use_flash and not enforce_eager:
             runner.capture_graphs(limits[0], model_len)
-        has_settings = (path / "generation_config.json").exists()
-        has_tokenizer = (path / "tokenizer_config.json").exists()
-        eos = (GenerationConfig.from_pretrained(path) if has_settings else loaded.config).eos_token_id
+        names = {file.stem for file in path.glob("*.json")}
+        eos = GenerationConfig.from_pretrained(path).eos_token_id if "generation_config" in names else None
+        eos = loaded.config.eos_token_id if eos is None else eos
         self.stop_ids = frozenset(eos if isinstance(eos, list) else [eos])
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path) if has_tokenizer else None
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(path) if "tokenizer_config" in names else None
         blocks = num_kvcache_blocks, block_size, enable_prefix_caching
         self.make_scheduler: Callable[[], Scheduler] = lambda: Scheduler(BlockManager(*blocks), *limits)
         self.scheduler = self.make_scheduler()
@@ -690,15 +690,15 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many SamplingParams, or a single one: {params}")
         seqs = [self.make_sequence(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
-        for seq in seqs:
-            self.scheduler.add(seq)
         try:
+            for seq in seqs:
+                self.scheduler.add(seq)
             with tqdm(total=len(seqs), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
                 while self.scheduler.waiting or self.scheduler.running:
                     chunks = self.scheduler.schedule()
                     token_ids = self.model_runner.run(chunks)
                     bar.update(len(self.scheduler.update(chunks, token_ids)))
-        except BaseException:  # Ctrl-C, for instance: K and V of registered blocks may be missing
+        except BaseException:  # such as Ctrl-C: registered blocks may lack K and V
             self.scheduler = self.make_scheduler()
             raise
         answers = [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
@@ -719,7 +719,7 @@ def bench(llm: LLM) -> None:
     random_len = partial(random.randint, min(100, longest), longest)
     prompts = [[random.randint(0, last_id) for _ in range(random_len())] for _ in range(256)]
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=random_len()) for _ in range(256)]
-    llm.generate([[0]], SamplingParams(), use_tqdm=False)
+    llm.generate([[0]], SamplingParams(), use_tqdm=False)  # warm up
     start = time.perf_counter()
     answers = llm.generate(prompts, params, use_tqdm=False)
     seconds, num_tokens = time.perf_counter() - start, sum(len(answer["token_ids"]) for answer in answers)

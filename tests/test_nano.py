@@ -134,7 +134,14 @@ def test_an_answer_ends_at_max_tokens_at_a_stop_token_at_max_model_len_or_when_i
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [([7, 9], 5, {7, 9}), (7, 5, {7}), (None, 5, {5}), (None, [5, 6], {5, 6}), (None, None, {None})],
+    [
+        ({"eos_token_id": [7, 9]}, 5, {7, 9}),
+        ({"eos_token_id": 7}, 5, {7}),
+        ({}, 5, {5}),
+        (None, 5, {5}),
+        (None, [5, 6], {5, 6}),
+        (None, None, {None}),
+    ],
 )
 def test_stop_tokens_come_from_the_generation_config_or_else_from_the_config(
     generation, config, expected, tmp_path
@@ -145,7 +152,7 @@ def test_stop_tokens_come_from_the_generation_config_or_else_from_the_config(
     transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
-        transformers.GenerationConfig(eos_token_id=generation).save_pretrained(tmp_path)
+        transformers.GenerationConfig(**generation).save_pretrained(tmp_path)
     assert load(tmp_path).stop_ids == expected
 
 
@@ -204,6 +211,10 @@ def test_what_the_file_does_not_compute_is_refused_by_name(tmp_path_factory):
     for name in "mistral", "llama yarn rope", "qwen2 sliding from layer 1":
         with pytest.raises(ValueError, match="is not supported"):
             load(checkpoint(name, tmp_path_factory)[0])
+    for other in "gpt2", "gemma3_text", "mamba":  # their configs lack fields that the file reads
+        transformers.AutoConfig.for_model(other).save_pretrained(path := tmp_path_factory.mktemp(other))
+        with pytest.raises(ValueError, match=f"model_type '{other}' is not supported"):
+            load(path)
     for settings in {"tensor_parallel_size": 2}, {"max_num_seqs": 0}, {"max_num_batched_tokens": 0}:
         with pytest.raises(ValueError, match="tensor_parallel_size must be 1, max_num_seqs and"):
             load("no matter", **settings)
