@@ -38,28 +38,36 @@ static int64_t repeat(int64_t rounds, int64_t products, Add add) {
   return threads * rounds * CHAINS * LANES * products * 2;
 }
 
+#ifdef MAY_HAVE_AMX
+// Returns the same for an instruction that adds tiles of products.
+template <class Add>
+static int64_t repeat_tiles(int64_t rounds, int64_t inputs, Add add) {
+  int64_t threads = 0;
+#pragma omp parallel reduction(+ : threads)
+  {
+    Amx amx(HEIGHT, DEPTH, 0);
+    for (int64_t round = 0; round < rounds; round++) for_each_vector(add);
+    threads++;
+  }
+  return threads * rounds * VECTORS * HEIGHT * LANES * inputs * 2;
+}
+#endif
+
 extern "C" int64_t peak_float32(int64_t rounds) {
   return repeat<floats>(rounds, 1, [](floats sum, floats weights, floats x) { return sum + weights * x; });
 }
 
 extern "C" int64_t peak_integers(int64_t rounds) {
+#ifdef MAY_HAVE_AMX
+  if (HAS_TILES) return repeat_tiles(rounds, DEEPEST, [](auto j) { add_integer_product<j, 4, 5>(); });
+#endif
   auto add = [](integers sum, integers weights, integers x) { return add_dot<int4x8>(sum, weights, x); };
   return HAS_DOT ? repeat<integers>(rounds, INPUTS, add) : 0;
 }
 
 extern "C" int64_t peak_bfloat16(int64_t rounds) {
 #ifdef MAY_HAVE_AMX
-  if (HAS_AMX) {
-    int64_t threads = 0;
-#pragma omp parallel reduction(+ : threads)
-    {
-      Amx amx(HEIGHT, DEPTH, 0);
-      for (int64_t round = 0; round < rounds; round++)
-        for_each_vector([](auto j) { add_product<j, 4, 5>(); });
-      threads++;
-    }
-    return threads * rounds * VECTORS * HEIGHT * LANES * DEPTH * 2;
-  }
+  if (HAS_AMX) return repeat_tiles(rounds, DEPTH, [](auto j) { add_product<j, 4, 5>(); });
 #endif
 #ifdef __AVX512BF16__
   return repeat<floats>(rounds, 2, [](floats sum, floats weights, floats x) {

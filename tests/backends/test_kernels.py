@@ -536,7 +536,7 @@ for call in ((38, 1, 0, 0, 0), (22, 2, filter, 0, 0)):  # no new privileges; the
 import pytest
 from nanoengine.backends.cpu.kernels import Kernels
 assert not ctypes.c_bool.in_dll(Kernels().library, "amx")
-sys.exit(pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "product", sys.argv[1]]))
+sys.exit(pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "product", *sys.argv[1:]]))
 """
 
 
@@ -544,7 +544,7 @@ sys.exit(pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "p
 def test_the_kernels_are_right_where_the_system_does_not_grant_amx():
     if not ctypes.c_bool.in_dll(Kernels().library, "amx"):
         pytest.skip("needs a processor with AMX, and Linux")
-    command = [sys.executable, "-c", WITHOUT_AMX, __file__]
+    command = [sys.executable, "-c", WITHOUT_AMX, __file__, str(Path(__file__).with_name("test_integers.py"))]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert " passed" in result.stdout

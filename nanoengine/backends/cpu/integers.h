@@ -91,16 +91,20 @@ static inline floats rounded_product(floats a, floats b) {
 
 // Activations, rounded. An activation is integer * scale of its group.
 struct Rounded {
-  int64_t stride, groups;        // bytes from row to row; groups in a row
-  std::vector<int8_t> integers;  // (T, stride)
-  std::vector<float> scales;     // (T, groups)
-  std::vector<int32_t> sums;     // (T, groups): sums of a group's integers
+  struct alignas(64) Line {
+    int8_t bytes[64];
+  };
+  int64_t stride, groups, height;  // bytes from row to row; groups in a row; rows, with room for a whole AMX tile
+  std::vector<Line> lines;         // integers (T, stride)
+  std::vector<float> scales;       // (T, groups); for AMX (groups, height)
+  std::vector<int32_t> sums;       // like scales: sums of a group's integers
   void reserve_rows(int64_t T, int64_t I, int64_t group) {
     // Rows are one cache line further apart. Otherwise, for many widths, a tile's rows would share one L1 cache set.
-    stride = I + 64, groups = I / group;
-    if (int64_t(integers.size()) < T * stride) integers.resize(T * stride);
+    stride = (I + 127) / 64 * 64, groups = I / group, height = T;
+    if (int64_t(lines.size()) < T * stride / 64) lines.resize(T * stride / 64);
     if (int64_t(scales.size()) < T * groups) scales.resize(T * groups), sums.resize(T * groups);
   }
+  int8_t* row(int64_t t) { return lines.data()->bytes + t * stride; }
 };
 
 // Rounds a group to multiples of its largest absolute value / LIMIT, which is 127 for 8 bits. A group whose values are
@@ -150,10 +154,10 @@ static void round_group(int8_t* __restrict out, float& scale, int32_t& sum, cons
 // every four steps, `lines` cache lines are prefetched from `next` on. A group has up to 130 lines. If they were requested
 // all at once, one row would wait for them, and memory would be idle while the group is multiplied.
 template <class W, bool HAS_ZEROS, int R>
-static void multiply_integers(float* sums, const Rounded& x, int64_t first, const char* block, const Form& form,
+static void multiply_integers(float* sums, Rounded& x, int64_t first, const char* block, const Form& form,
                               const char* next, int64_t lines) {
   const int64_t stride = x.stride, groups = x.groups, group = form.group;
-  const int8_t* from = x.integers.data() + first * stride;
+  const int8_t* from = x.row(first);
   const float* scales = x.scales.data() + first * groups;
   const int32_t* x_sums = x.sums.data() + first * groups;
   for (int64_t g = 0; g < groups; g++, scales++, x_sums++) {
@@ -217,17 +221,110 @@ static void widen_integers(char* out, const char* block, const Form& form, int64
   }
 }
 
+// ---- Products of integers by AMX -----------------------------------------------------------------
+//
+// Sums of integers are exact in any order, so AMX computes the same bits for many rows as VNNI does for few. A tile has up
+// to DEEPEST inputs: at most two tiles make a group. With fewer than TILES_FROM rows, it takes as long as VNNI.
+constexpr int64_t DEEPEST = 64, TILES_FROM = 32;
+
+#ifdef MAY_HAVE_AMX
+// Converts the integers of `count` groups of a block to signed bytes in the layout of packed int8, without the scales.
+template <class W>
+static void sign_integers(char* out, const char* block, const Form& form, int64_t count) {
+  typedef int8_t bytes __attribute__((vector_size(LANES * INPUTS)));
+  for (int64_t g = 0; g < count; g++, block += form.group_bytes())
+    for (const char *step = block, *end = block + form.weight_bytes(); step < end; step += STEP_BYTES<W>)
+      for (int j = 0; j < VECTORS; j++, out += LANES * INPUTS) {
+        bytes without_offset = (bytes)bytes_of((const W*)step, j) - int8_t(OFFSET<W>);
+        memcpy(out, &without_offset, sizeof without_offset);
+      }
+}
+
+template <int SUMS, int X, int WEIGHTS>
+static inline void add_integer_product() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS));
+}
+
+// Like `multiply_integers`, for HEIGHT rows and `count` groups from group `start` on, whose integers are in `weights`.
+template <bool HAS_ZEROS>
+static void multiply_signed_tile(float* sums, Rounded& x, int64_t first, int64_t start, int64_t count, const char* weights,
+                                 const char* block, const Form& form, const char* next, int64_t lines) {
+  alignas(64) int32_t kept[2][VECTORS][HEIGHT * LANES];
+  const int64_t stride = x.stride, height = x.height, group = form.group;
+  const int8_t* from = x.row(first) + start * group;
+  const float* scales = x.scales.data() + first + start * height;
+  const int32_t* x_sums = x.sums.data() + first + start * height;
+  auto multiply = [&](int64_t g, auto j) __attribute__((always_inline)) {
+    if (g == count) return;
+    const char* column = weights + g * group * OUTPUTS + j * LANES * INPUTS;
+    if (!j) load_tile<4>(from + g * group, stride);
+    clear_tile<j>();
+    load_tile<5>(column, OUTPUTS * INPUTS);
+    add_integer_product<j, 4, 5>();
+    if (group > DEEPEST) {
+      if (!j) load_tile<6>(from + g * group + DEEPEST, stride);
+      load_tile<7>(column + DEEPEST * OUTPUTS, OUTPUTS * INPUTS);
+      add_integer_product<j, 6, 7>();
+    }
+    store_tile<j>(kept[g % 2][j], LANES * 4);
+    for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+  };
+  for_each_vector([&](auto j) { multiply(0, j); });
+  for (int64_t g = 0; g < count; g++, block += form.group_bytes(), scales += height, x_sums += height)
+    for_each_vector([&](auto j) __attribute__((always_inline)) {
+      multiply(g + 1, j);  // compute the next group's sums while this group's are scaled
+      const uint16_t* params = (const uint16_t*)(block + form.weight_bytes()) + j * LANES;
+      floats scale = halves(params), zero{};
+      if (HAS_ZEROS) zero = halves(params + OUTPUTS);
+#pragma GCC unroll 16
+      for (int r = 0; r < HEIGHT; r++) {
+        floats exact = __builtin_convertvector(load_as<integers>(kept[g % 2][j] + r * LANES), floats);
+        if (HAS_ZEROS) exact -= rounded_product(zero, floats{} + float(x_sums[r]));
+        floats_anywhere* total = (floats_anywhere*)(sums + r * OUTPUTS + j * LANES);
+        *total += rounded_product(exact, scale * scales[r]);
+      }
+    });
+}
+
+// Computes the blocks of out (T, N), in a parallel region.
+template <class W, class X>
+static void multiply_by_tiles(X* out, Rounded& x, const char* packed, const Form& form, const X* bias, int64_t T, int64_t I,
+                              int64_t N) {
+  static thread_local std::vector<float> sums;
+  alignas(64) char weights[AMX_PART * OUTPUTS];
+  const int64_t num_tiles = num_tiles_of(T, HEIGHT), depth = std::min(form.group, DEEPEST) / 2;
+  sums.resize(num_tiles * HEIGHT * OUTPUTS);
+  Amx amx(HEIGHT, depth, depth, false);
+  auto multiply = form.has_zeros ? multiply_signed_tile<true> : multiply_signed_tile<false>;
+  for_each_block(out, bias, sums.data(), T, N, 1, [&](int64_t index, auto...) {
+    const char* block = packed + index * x.groups * form.group_bytes();
+    for (int64_t input = 0; input < I; input += AMX_PART) {
+      int64_t count = std::min(AMX_PART, I - input) / form.group, bytes = count * form.group_bytes();
+      int64_t times = VECTORS * count, fetching = std::min<int64_t>(num_tiles, 4);
+      int64_t lines = (bytes / 64 + times * fetching - 1) / (times * fetching);
+      const char* next = block + bytes;
+      sign_integers<W>(weights, block, form, count);
+      for (int64_t i = 0; i < num_tiles; i++, next += lines * times * 64)
+        multiply(&sums[i * HEIGHT * OUTPUTS], x, i * HEIGHT, input / form.group, count, weights, block, form, next,
+                 i < fetching ? lines : 0);
+      block += bytes;
+    }
+  });
+}
+#endif
+
 // Computes out (T, N) = x (T, I), rounded, times packed integers + bias. Blocks are read as in `product`.
 template <class W, class X>
 static void integer_product(X* out, const X* x, const char* packed, const Form& form, const X* bias, int64_t T, int64_t I,
                             int64_t N) {
+  const bool by_amx = HAS_TILES && T >= TILES_FROM;
   static thread_local Rounded kept;  // kept between calls: new memory takes longer than the work
-  kept.reserve_rows(T, I, form.group);
+  kept.reserve_rows(by_amx ? T + HEIGHT : T, I, form.group);
   Rounded& rows = kept;
   int64_t block_bytes = I / form.group * form.group_bytes(), num_tiles = num_tiles_of(T);
   int64_t fetching = std::min<int64_t>(num_tiles, 4), fours = I / (4 * INPUTS), times = fours * fetching;
   int64_t lines = (block_bytes / 64 + times - 1) / times;
-  const bool is_widened = std::is_same_v<W, int4x8> && T > 2 * MANY;
+  const bool is_widened = !by_amx && std::is_same_v<W, int4x8> && T > 2 * MANY;
   const Form used{is_widened ? 8 : form.bits, form.group, form.has_zeros, form.activation_bits};
   auto multiply = form.has_zeros ? INTEGER_TILES<W, true>.data() : INTEGER_TILES<W, false>.data();
   if (is_widened)
@@ -236,19 +333,24 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
   {
 #pragma omp for schedule(static)
     for (int64_t place = 0; place < T * rows.groups; place++) {
-      int64_t t = place / rows.groups, i = place % rows.groups * form.group;
-      round_group(&rows.integers[t * rows.stride + i], rows.scales[place], rows.sums[place], x + t * I + i, form.group);
+      int64_t t = place / rows.groups, g = place % rows.groups, i = g * form.group;
+      int64_t at = by_amx ? g * rows.height + t : place;
+      round_group(rows.row(t) + i, rows.scales[at], rows.sums[at], x + t * I + i, form.group);
     }
+#ifdef MAY_HAVE_AMX
+    if (by_amx) multiply_by_tiles<W>(out, rows, packed, form, bias, T, I, N);
+#endif
     alignas(64) float sums[ROWS * OUTPUTS];
     static thread_local std::vector<char> wide;
     if (is_widened) wide.resize(rows.groups * used.group_bytes());
-    for_each_block(out, bias, sums, T, N, num_tiles, [&](int64_t block, int64_t i, int64_t begin, int64_t end) {
+    auto add = [&](int64_t block, int64_t i, int64_t begin, int64_t end) {
       const char *from = packed + block * block_bytes, *next = from + block_bytes + i * lines * fours * 64;
       if (is_widened) {
         if (!i) widen_integers(wide.data(), from, form, rows.groups);
         from = wide.data();
       }
       multiply[end - begin - 1](sums, rows, begin, from, used, next, i < fetching ? lines : 0);
-    });
+    };
+    if (!by_amx) for_each_block(out, bias, sums, T, N, num_tiles, add);
   }
 }

@@ -15,8 +15,7 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
-// With -DEXACT no product uses AMX: decodes do not reproduce its order of summation.
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__) && !defined(EXACT)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define MAY_HAVE_AMX
@@ -368,13 +367,18 @@ constexpr int64_t AMX_PART = 256;          // inputs of a block that stay in the
 constexpr int64_t AMX_INPUTS = 512 << 10;  // inputs of all rows together that stay in the L2 cache
 
 // Linux saves these registers only for processes that request it.
-static const bool HAS_AMX = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+static const bool HAS_TILES = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+#ifdef EXACT
+constexpr bool HAS_AMX = false;  // for floats: decodes do not reproduce its order of summation
+#else
+static const bool HAS_AMX = HAS_TILES;
+#endif
 
 // Configures a thread's tile registers during its lifetime. Tiles 0 to 3 hold sums, 4 inputs, and 5 weights. Tiles 6 and
-// 7 are like 4 and 5, for the `rest` of the inputs.
+// 7 are like 4 and 5, for the `rest` of the inputs. Two inputs of 8 bits count as one.
 class Amx {
  public:
-  Amx(int64_t height, int64_t depth, int64_t rest) : mode(_mm_getcsr()) {
+  Amx(int64_t height, int64_t depth, int64_t rest, bool has_floats = true) : mode(_mm_getcsr()) {
     struct {
       uint8_t palette, start, reserved[14];
       uint16_t row_bytes[16];
@@ -385,7 +389,7 @@ class Amx {
     set(4, height, depth * 2), set(5, depth / 2, LANES * 4);
     if (rest) set(6, height, rest * 2), set(7, rest / 2, LANES * 4);
     asm volatile("ldtilecfg %0" ::"m"(shapes));
-    _mm_setcsr(mode | 0x8040);  // flush subnormal numbers to 0 outside AMX too, as AMX does
+    if (has_floats) _mm_setcsr(mode | 0x8040);  // flush subnormal numbers to 0 outside AMX too, as AMX does
   }
   ~Amx() {
     asm volatile("tilerelease");
@@ -527,7 +531,7 @@ static void multiply_few(float* sums, const float* x, int64_t stride, const W* w
   }
 }
 #else
-constexpr bool HAS_AMX = false;
+constexpr bool HAS_TILES = false, HAS_AMX = false;
 constexpr int64_t AMX_PART = 0;
 #endif
 
