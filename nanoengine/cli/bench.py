@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanoengine import LLM, RequestOutputKind, SamplingParams
@@ -33,8 +34,7 @@ CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_coun
 
 def percentiles(values: list[float]) -> list[float]:
     """Return the 50th, 90th and 99th percentile, interpolated between neighbours."""
-    cuts = statistics.quantiles(values * 2 if len(values) == 1 else values, n=100, method="inclusive")
-    return [cuts[49], cuts[89], cuts[98]]
+    return np.quantile(values, (0.5, 0.9, 0.99)).tolist()  # type: ignore[no-any-return]
 
 
 def serve(llm: LLM, prompts: list[list[int]], output_lens: list[int]) -> tuple[float, list[list[float]]]:
