@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from benchmarks.llama_cpp import LlamaCpp, prepare
 from nanoengine import LLM, SamplingParams
 from tests.checkpoints.test_quantized_formats import gguf_name
-from tests.helpers import checkpoint, open_checkpoint, random_prompts
+from tests.helpers import check_greedy, checkpoint, open_checkpoint, random_prompts, tokens_of
 
 gguf = pytest.importorskip("gguf")
 
@@ -34,55 +33,20 @@ def tensors(reader: Any) -> dict[str, torch.Tensor]:
     return result
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2 tied", "qwen3 tied, one kv head"])
-def test_a_qwen_file_holds_the_checkpoint_s_tensors_as_they_are(name, tmp_path, tmp_path_factory):
-    path, _ = checkpoint(name, tmp_path_factory)
-    given = {gguf_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
-    _, reader = written(path, tmp_path)
-    held = tensors(reader)
-    assert held.keys() == given.keys()
-    assert ("output.weight" in held) == ("tied" not in name)
-    for each, tensor in given.items():
-        assert torch.equal(held[each], tensor), each
-    fields = {field: reader.fields[field].contents() for field in reader.fields}
-    family, config = name[:5], AutoConfig.from_pretrained(path)
-    assert fields["general.architecture"] == family
-    assert fields["tokenizer.ggml.model"] == "none"
-    for field, value in {
-        "vocab_size": config.vocab_size,
-        "block_count": config.num_hidden_layers,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": held["blk.0.attn_q.weight"].shape[0] // config.num_attention_heads,
-        "attention.layer_norm_rms_epsilon": pytest.approx(config.rms_norm_eps),
-        "rope.freq_base": config.rope_parameters["rope_theta"],
-    }.items():
-        assert fields[f"{family}.{field}"] == value
+NAMES = "qwen3", "qwen2 tied", "llama without gqa", "llama3 rope", "llama linear rope", "llama with biases"
 
 
-@pytest.mark.parametrize("name", ["llama without gqa", "llama3 rope", "llama with biases"])
-def test_a_llama_file_has_rope_pairs_side_by_side(name, tmp_path, tmp_path_factory):
+@pytest.mark.parametrize("name", [*NAMES, "qwen3 tied, one kv head"])
+def test_a_written_file_gives_the_checkpoint_s_greedy_tokens(name, tmp_path, tmp_path_factory):
+    """The engine's own reader of GGUF files knows llama.cpp's names, rope pairs and scaled frequencies."""
     path, model = checkpoint(name, tmp_path_factory)
-    given = {gguf_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
-    held = tensors(written(path, tmp_path)[1])
-    divisors = held.pop("rope_freqs.weight", None)
-    head_dim = 16
-    pairs = [i // 2 + i % 2 * (head_dim // 2) for i in range(head_dim)]
-    assert pairs[:4] == [0, 8, 1, 9]
-    for each, tensor in given.items():
-        if ".attn_q." in each or ".attn_k." in each:
-            tensor = tensor.view(-1, head_dim, *tensor.shape[1:])[:, pairs].flatten(0, 1)
-        assert torch.equal(held.pop(each), tensor), each
-    assert not held
-    if name == "llama3 rope":
-        plain = 1 / model.config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
-        assert divisors is not None
-        torch.testing.assert_close(plain / divisors, model.model.rotary_emb.inv_freq)
-        assert divisors.max() == 8
-    else:
-        assert divisors is None
+    own, reader = written(path, tmp_path)
+    assert ("output.weight" in tensors(reader)) == ("tied" not in name)
+    assert reader.fields["tokenizer.ggml.model"].contents() == "none"
+    prompts = random_prompts([1, 31, 150])
+    with LLM(own["model"], num_kv_blocks=60) as llm:
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        check_greedy(model, prompts, 20, tokens_of(llm.generate(prompts, params, use_tqdm=False)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -120,10 +84,7 @@ def test_models_that_llama_cpp_computes_differently_are_refused(name, message, t
         written(path, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3", "qwen2 tied", "llama without gqa", "llama3 rope", "llama linear rope", "llama with biases"],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_llama_cpp_gives_our_greedy_tokens(name, tmp_path, tmp_path_factory):
     """More sequences than fit at once, and a prompt longer than a batch."""
     pytest.importorskip("llama_cpp")
@@ -133,7 +94,7 @@ def test_llama_cpp_gives_our_greedy_tokens(name, tmp_path, tmp_path_factory):
     with LLM(str(path), num_kv_blocks=100) as llm:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in output_lens]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        expected = [list(output.outputs[0].token_ids) for output in outputs]
+        expected = tokens_of(outputs)
     own, _ = written(path, tmp_path)
     engine = LlamaCpp(own["model"], threads=1, cache_tokens=512, exact=True)
     engine.max_tokens = 200
