@@ -45,7 +45,6 @@ from tests.worlds import World
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SETTINGS = {"num_kv_blocks": 60, "block_size": 8, "max_num_batched_tokens": 30}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
 
 class MemoryStore:
@@ -533,35 +532,6 @@ def test_the_last_blocks_of_a_failed_request_are_not_saved(qwen3):
     assert len(store.entries) == 3
 
 
-MORE: tuple[dict, ...] = {"scheduling_policy": "priority"}, {}, {"speculative_config": NGRAM}
-
-
-@pytest.mark.parametrize(("name", "more"), zip(NAMES, MORE, strict=True))
-def test_preempted_sequences_come_back_from_the_store(name, more, tmp_path_factory):
-    path, reference = checkpoint(name, tmp_path_factory)
-    prompts = random_prompts([50, 61, 40, 70])
-    params = SamplingParams(temperature=0, max_tokens=24)
-    with LLM(str(path), kv_store=MemoryStore(), **SETTINGS, **more) as llm:
-        engine, scheduler = llm.llm_engine, llm.scheduler
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, params, priority=-i if "scheduling_policy" in more else 0)
-        for _ in range(12):
-            engine.step()
-        num_blocks = {seq: len(seq.token_ids) // 8 for seq in scheduler.running}
-        while scheduler.running:
-            scheduler._preempt(scheduler.running[-1], scheduler.running[0])
-        assert engine.reset_prefix_cache()
-        wait_for_writer(llm)
-        engine.step()  # too short to compute them again
-        assert {seq: scheduler.block_manager.num_saved_blocks[seq] for seq in scheduler.running} == num_blocks
-        answers = {}
-        while engine.has_unfinished_requests():
-            answers |= {out.request_id: out.outputs[0].token_ids for out in engine.step()}
-            check_laws(scheduler)
-        check_greedy(reference, prompts, 24, [answers[str(i)] for i in range(4)])
-        assert engine.metrics()["external_prefix_cache_hits"] == 0, "it counts what requests began with"
-
-
 def test_a_store_works_on_the_gpu_path_with_graphs_and_pages(in_float32, tmp_path_factory, tmp_path):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([20, 300])
@@ -719,6 +689,7 @@ class WatchedBlockManager(StoringBlockManager):
         if admitted:
             assert seq.num_hit_tokens - seq.num_computed_tokens in (0, 1)
             assert seq.num_hit_tokens == seq.num_registered_blocks * self.block_size
+            assert self.num_saved_blocks[seq] == seq.num_registered_blocks
             assert seq.num_computed_tokens < seq.num_tokens
             check_blocks(self, [*self.more_tables])
         return admitted

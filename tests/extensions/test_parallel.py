@@ -492,17 +492,6 @@ def test_a_killed_rank_is_an_error_that_names_it():
     llm.close()
 
 
-@SLOW
-def test_a_rank_that_dies_between_requests_fails_the_next_request():
-    with ranks_in_processes() as llm:
-        answer(llm)
-        (process,) = ranks_of()
-        process.terminate()
-        wait_until_gone([process])
-        with pytest.raises(EngineDeadError, match=r"rank 1 .* terminated with signal SIGTERM"):
-            answer(llm)
-
-
 def serve_an_exit_before_connecting(*arguments):
     parallel._connect = lambda *_: os._exit(7)
     parallel.serve(*arguments)

@@ -210,17 +210,6 @@ def test_states_are_not_kept_without_the_prefix_cache():
     assert not manager.kept_slots
 
 
-def test_resetting_the_prefix_cache_drops_kept_states(served):
-    path, prompts, _ = served("lfm2")
-    with LLM(path, num_kv_blocks=100, block_size=8) as llm:
-        answers(llm, prompts)
-        blocks = llm.llm_engine.scheduler.block_manager
-        assert blocks.kept_slots
-        assert llm.llm_engine.reset_prefix_cache()
-        assert not blocks.kept_slots
-        assert len(blocks.free_slots) == blocks.num_state_slots
-
-
 # ---- Slots, by hand ------------------------------------------------------------------------------
 
 
@@ -269,31 +258,6 @@ def test_a_finished_request_keeps_its_last_state_and_that_of_the_prompt(num_stat
     for _ in spans_of(manager, sequence(0, range(length), max_tokens=30)):
         assert len(manager.kept_slots) <= num_kept
     assert len(manager.kept_slots) == num_kept
-
-
-def test_the_kept_state_is_taken_over_if_no_other_slot_is_left():
-    manager, spans = manager_of(num_state_slots=2), {}
-    assert [*spans_of(manager, sequence(0, range(9)))] == [[(0, 8, 0, 3), (8, 9, 3, 2)]]
-    scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=64)
-    other, seq = sequence(1, [50, 51], max_tokens=9), sequence(2, [*range(8), 99])
-    for one in (other, seq):
-        scheduler.add(one)
-    scheduler.schedule()
-    assert spans == {other: [(0, 2, 0, 2)], seq: [(8, 9, 3, 3)]}
-    check_laws(scheduler)
-    assert not manager.kept_slots
-
-
-def test_a_state_that_a_step_reads_is_not_evicted_in_that_step():
-    manager, spans = manager_of(num_state_slots=3), {}
-    assert [*spans_of(manager, sequence(0, range(9)))] == [[(0, 8, 0, 3), (8, 9, 3, 2)]]
-    scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=6)
-    other, seq = sequence(1, range(50, 60), max_tokens=9), sequence(2, [*range(8), 99])
-    scheduler.add(other)
-    scheduler.update(scheduler.schedule(), [])
-    scheduler.add(seq)
-    scheduler.schedule()  # the other comes first, and would keep its state of 8 tokens in slot 3
-    assert spans == {other: [(6, 10, 4, 4)], seq: [(8, 9, 3, 2)]}
 
 
 def test_a_state_that_a_step_writes_is_not_evicted_in_that_step():

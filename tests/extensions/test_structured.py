@@ -28,8 +28,10 @@ from nanoengine.engine import Sequence
 from nanoengine.extensions.structured import constraints, grammars
 from nanoengine.extensions.structured.constraints import Constraint, Grammars
 from nanoengine.extensions.structured.json_schemas import closed
-from tests.helpers import ADDED_TOKENS, DEMO, byte_tokenizer, failing_calls, finish, table_checkpoint
+from nanoengine.sampling.sampler import SamplingRow
+from tests.helpers import ADDED_TOKENS, DEMO, byte_tokenizer, finish, table_checkpoint
 
+SLOW = pytest.mark.slow
 PERSON: dict = {"type": "object", "required": ["name", "age"], "additionalProperties": False}
 PERSON["properties"] = {
     "name": {"type": "string", "maxLength": 9},
@@ -129,10 +131,7 @@ def second():
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        pytest.param(x, marks=() if x in ("as it is", "penalties", "biases") else pytest.mark.slow)
-        for x in SAMPLING
-    ],
+    [x if x in ("as it is", "penalties", "biases") else pytest.param(x, marks=SLOW) for x in SAMPLING],
 )
 def test_a_finished_answer_matches_its_constraint(sampling, llm):
     pairs = [(kind, seed) for kind in KINDS for seed in range(3)]
@@ -140,13 +139,6 @@ def test_a_finished_answer_matches_its_constraint(sampling, llm):
     for kind in KINDS:
         own = [one for (name, _), one in zip(pairs, found, strict=True) if name == kind]
         assert check(kind, own) >= (0 if kind in ("json_object", "tags") else 1)
-
-
-def test_a_truncated_answer_is_a_prefix_of_a_valid_one(llm):
-    for max_tokens in (1, 2, 4):
-        for text, _, reason in answers(llm, [asking("regex", i, max_tokens=max_tokens) for i in range(5)]):
-            assert reason == "length"
-            assert re.fullmatch(r"[a-c]{0,3}-?\d{0,3}", text)
 
 
 def test_each_of_n_samples_has_a_grammar_of_its_own(llm):
@@ -164,18 +156,6 @@ def test_in_bfloat16_a_mask_is_the_same_next_to_rows_computed_in_float32():
         assert answers(llm, [*params, edited])[:-1] == alone
 
 
-def test_log_probabilities_are_the_model_s_own(llm):
-    # Which the same tokens have in a prompt, where nothing constrains them.
-    (output,) = llm.generate("Hello", asking("json", logprobs=0), use_tqdm=False)
-    token_ids = output.prompt_token_ids + output.outputs[0].token_ids
-    (prompted,) = llm.generate([token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    of_prompt = [one[i].logprob for i, one in zip(token_ids, prompted.prompt_logprobs, strict=True) if one]
-    said = output.outputs[0]
-    drawn = [entry[i].logprob for i, entry in zip(said.token_ids, said.logprobs, strict=True)]
-    assert drawn == pytest.approx(of_prompt[-len(drawn) :], abs=1e-3)
-    assert min(drawn) < -3, "the grammar forbade what the model would have said"
-
-
 # ---- the same tokens, however they are computed ----
 
 
@@ -189,8 +169,8 @@ def expected(llm):
     [
         {"num_kv_blocks": 12, "block_size": 8, "max_num_batched_tokens": 24},
         {"async_scheduling": True, "max_num_seqs": 256},
-        pytest.param({"enable_prefix_caching": False, "max_num_seqs": 2}, marks=pytest.mark.slow),
-        pytest.param({"enforce_eager": True}, marks=pytest.mark.slow),
+        pytest.param({"enable_prefix_caching": False, "max_num_seqs": 2}, marks=SLOW),
+        pytest.param({"enforce_eager": True}, marks=SLOW),
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -271,28 +251,6 @@ def test_tokens_that_a_grammar_forces_become_draft_tokens():
         assert llm.metrics()["num_steps"] < len(token_ids) / 2
 
 
-def test_drafts_are_dropped_when_another_request_fails():
-    """Rows are then sampled one by one, the rows of draft tokens too, which may be rejected."""
-    drafting = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 1}
-    kind = {"regex": "([12]{2}[ab]){12}"}
-    params = [SamplingParams(temperature=2, seed=i, max_tokens=24, structured_outputs=kind) for i in range(4)]
-
-    def fails_at(place):
-        def processor(output_ids, logits):
-            if len(output_ids) == place:
-                raise RuntimeError("planted")
-            return logits
-
-        return processor
-
-    with LLM(DEMO, num_kv_blocks=100, speculative_config=drafting) as llm:
-        alone = answers(llm, params, "11a12b2")
-        for place in (2, 5, 9):
-            failing = SamplingParams(temperature=0, max_tokens=20, logits_processors=[fails_at(place)])
-            *found, (_, _, reason) = answers(llm, [*params, failing], "11a12b2")
-            assert (found, reason) == (alone, "error")
-
-
 def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
     grammars, tokenizer = llm.llm_engine._grammars, llm.get_tokenizer()
     a, b, c = tokenizer.convert_tokens_to_ids(["a", "b", "c"])
@@ -305,25 +263,6 @@ def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
     assert propose(Sequence(1, [1, 2], SamplingParams()), 4) == [b, a, c, b], "without a grammar"
     seq.token_ids.append(c)
     assert propose(seq, 4) == [], "what does not conform is for the sampler to refuse"
-
-
-def test_a_failed_step_is_computed_again_with_the_same_result(llm, expected):
-    with failing_calls(llm.llm_engine.runner, "launch", {4}, at_end=True):
-        for i, kind in enumerate(KINDS):
-            llm.add_request(str(i), "Hello", asking(kind, 3, temperature=2.0, max_tokens=40))
-        found = {out.request_id: out for _ in range(4) for out in llm.step()}
-        with pytest.raises(RuntimeError, match="flaky"):
-            llm.step()
-        found |= finish(llm)
-    answered = [found[str(i)].outputs[0].token_ids for i in range(len(KINDS))]
-    assert answered == [token_ids for _, token_ids, _ in expected]
-
-
-@pytest.mark.slow
-def test_ranks_give_the_same_tokens(expected):
-    with LLM(DEMO, num_kv_blocks=400, max_model_len=512, tensor_parallel_size=2) as llm:
-        params = [asking(kind, 3, temperature=2.0, max_tokens=40) for kind in KINDS]
-        assert answers(llm, params) == expected
 
 
 # ---- where an answer ends ----
@@ -358,24 +297,17 @@ def test_a_ban_on_the_end_holds_where_the_answer_may_go_on(llm):
 
 def test_bans_that_leave_no_token_end_only_their_request(llm):
     (one,) = llm.get_tokenizer().encode("1", add_special_tokens=False)
-    free = SamplingParams(temperature=0, max_tokens=9)
+    free, only = SamplingParams(temperature=0, max_tokens=9), {"allowed_token_ids": [one]}
+    ends = {"stop_token_ids": [one]}
     for asked, bans, names in (
         ({"regex": "[ab]{5}"}, {"bad_words": ["a", "b"]}, "bad_words bans"),
         ({"regex": "c[ab]{5}"}, {"bad_words": ["a", "b"]}, "bad_words bans"),
-        ({"json_object": True}, {"allowed_token_ids": [one]}, "allowed_token_ids bans"),
-        ({"regex": "1{3}"}, {"stop_token_ids": [one]}, "stop_token_ids bans"),
-        (
-            {"regex": "[12]"},
-            {"stop_token_ids": [one], "bad_words": ["2"]},
-            "bad_words and stop_token_ids ban",
-        ),
+        ({"json_object": True}, only, "allowed_token_ids bans"),
+        ({"regex": "1{3}"}, ends, "stop_token_ids bans"),
+        ({"regex": "[12]"}, {**ends, "bad_words": ["2"]}, "bad_words and stop_token_ids ban"),
         ({"regex": "2?"}, {"bad_words": ["2"], "min_tokens": 1}, "bad_words and min_tokens ban"),
-        ({"regex": "1?"}, {"allowed_token_ids": [one], "min_tokens": 1}, None),
-        (
-            None,
-            {"allowed_token_ids": [one], "bad_words": ["1 1", "11"]},
-            "allowed_token_ids and bad_words ban",
-        ),
+        ({"regex": "1?"}, {**only, "min_tokens": 1}, None),
+        (None, {**only, "bad_words": ["1 1", "11"]}, "allowed_token_ids and bad_words ban"),
     ):
         banned = SamplingParams(max_tokens=9, structured_outputs=asked, **bans)
         outputs = llm.generate(["Hello"] * 3, [free, banned, free], use_tqdm=False)
@@ -434,7 +366,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@pytest.mark.parametrize("num_examples", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [4, pytest.param(100, marks=SLOW)])
 def test_answers_to_random_schemas_conform(num_examples, llm):
     @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**31))
@@ -601,9 +533,7 @@ PATTERNS = ['^[^"]{3}$', r'^[^<>:"/\\|?*]{1,8}$', r"^[^\\]{2}$", r'^([^"\\]|\\.)
 PATTERNS += [r'^[^"\n]{2}[^"&&][^"[]$', r"^[\x00-!#-~]{3}$", r'^.[^\s"].$']
 
 
-@pytest.mark.parametrize(
-    "pattern", [*PATTERNS[:2], *(pytest.param(one, marks=pytest.mark.slow) for one in PATTERNS[2:])]
-)
+@pytest.mark.parametrize("pattern", [*PATTERNS[:2], *(pytest.param(one, marks=SLOW) for one in PATTERNS[2:])])
 def test_a_class_without_a_quote_or_a_backslash_holds_for_the_decoded_string(pattern, llm):
     """At a high temperature most tokens that a mask allows by mistake are sampled."""
     for schema in (
@@ -667,21 +597,10 @@ def test_ten_thousand_labels_are_supported(kind, llm):
     labels += ["", "label", "label", '"quoted\\"', "\n", "😀", "😀 2", *("ab" * i for i in range(1, 4))]
     written = str if kind == "choice" else partial(json.dumps, ensure_ascii=False)
     asked = {"choice": labels} if kind == "choice" else {"json": {"enum": labels}}
-    make, encode = (
-        llm.llm_engine._grammars.compile(StructuredOutputsParams(**asked)),
-        llm.get_tokenizer().encode,
-    )
-    for text in (
-        *labels[-12:],
-        labels[0],
-        labels[4999],
-        labels[5000],
-        "label number",
-        "labels",
-        "ba",
-        "é",
-        " ",
-    ):
+    make = llm.llm_engine._grammars.compile(StructuredOutputsParams(**asked))
+    encode = llm.get_tokenizer().encode
+    some = *labels[-12:], labels[0], labels[4999], labels[5000]
+    for text in (*some, "label number", "labels", "ba", "é", " "):
         constraint = make()
         is_whole = constraint.catch_up(encode(written(text), add_special_tokens=False))
         assert (is_whole and constraint.matcher.is_accepting()) == (text in labels), text
@@ -716,7 +635,7 @@ def test_objects_are_closed_by_default():
 # ---- added tokens: text if their flag does not say that they are special ----
 
 ADDED = [  # of each model a special one and another
-    pytest.param(model, name, is_special, marks=pytest.mark.slow if i else ())
+    pytest.param(model, name, is_special, marks=SLOW if i else ())
     for model, both in ADDED_TOKENS.items()
     for is_special, names in zip((True, False), both, strict=True)
     for i, name in enumerate(names.split()[:-5:-1])
@@ -850,8 +769,6 @@ def test_every_bit_of_a_mask_is_right(llm):
     eos = llm.llm_engine.checkpoint.eos_token_ids[0]
     make = grammars.compile(StructuredOutputsParams(regex="ab|abc"))
     one, other, third = make(), make(), make()
-
-    from nanoengine.sampling.sampler import SamplingRow
 
     def row(token_ids, position):
         return SamplingRow(SamplingParams(), 0, position, [7, *token_ids], 1, frozenset([eos]))
