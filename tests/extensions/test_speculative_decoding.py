@@ -252,6 +252,8 @@ def test_tokens_from_bursts_are_found_by_the_prefix_cache(tmp_path):
 
 # ---- Settings and metrics ------------------------------------------------------------------------
 
+TWO = {"num_speculative_tokens": 2}
+
 
 @pytest.mark.parametrize(
     ("config", "message"),
@@ -266,6 +268,9 @@ def test_tokens_from_bursts_are_found_by_the_prefix_cache(tmp_path):
         ({**NGRAM, "prompt_lookup": 4}, "did you mean 'prompt_lookup_"),
         ({**NGRAM, "max_num_seqs": 0}, "max_num_seqs"),
         (4, "speculative_config must be a dict"),
+        ({**TWO, "method": "draft_model"}, "\"draft_model\" with a model, got 'draft_model'"),
+        ({**TWO, "method": "ngram", "model": "demo"}, "must be \"draft_model\", got 'ngram'"),
+        ({**TWO, "model": "demo", "max_num_seqs": 0}, "max_num_seqs must be"),
     ],
 )
 def test_an_error_about_speculative_config_names_the_field(config, message):

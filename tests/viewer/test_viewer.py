@@ -409,6 +409,7 @@ def test_the_command_builds_a_page_that_shows_everything_and_links_to_the_lesson
     events = events_of(page)
     (receipt,) = re.findall("<pre[^>]*>(.*?)</pre>", page, re.DOTALL)
     assert viewer.page(events, ".md", receipt=unescape(receipt)) == page
+    assert "decodes   kv" in receipt
     changes = [change for event in events[1:] for change in event["changes"]]
     assert any(change["change"] == "free" and change["why"] == "preempted" for change in changes)
     admissions = [change for change in changes if change["change"] == "admit"]
