@@ -1,5 +1,6 @@
 """Schedulers that a user passes in: `scheduler_cls`."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from nanoengine.engine import Scheduler
 from nanoengine.extensions.speculative_decoding import DraftingScheduler
 from nanoengine.lab.policies import POLICIES, PreemptivePriority
 from tests.helpers import DEMO, finish
-from tests.model_table import small_config, small_model
+from tests.model_table import small_config
 from tests.test_scheduling_machine import IN_SECONDS, ExtendedMachine
 from tests.worlds import World
 
@@ -193,17 +194,17 @@ def test_what_is_no_scheduler_is_refused_before_the_model_is_loaded(given, messa
         LLM("no such model", scheduler_cls=given)
 
 
-def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path_factory):
+def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path):
     with pytest.raises(
         ValueError, match="with speculative_config, scheduler_cls must extend DraftingScheduler"
     ):
         LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyChoice)
-    path = tmp_path_factory.mktemp("mamba2")
-    small_model(small_config("mamba2")).save_pretrained(path)
+    config = small_config("mamba2").to_dict() | {"architectures": ["Mamba2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ValueError, match="with models with recurrent states, scheduler_cls must extend Stateful"
     ):
-        LLM(path, num_state_slots=4, scheduler_cls=POLICY)
+        LLM(tmp_path, load_format="dummy", num_state_slots=4, scheduler_cls=POLICY)
     with LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyDraftedChoice) as llm:
         assert type(llm.scheduler) is AnyDraftedChoice
 

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.kernels import bench_kernels, measure_peaks
 
+pytestmark = pytest.mark.slow
 SIZES = 1 << 16, ((128, 256), (256, 128)), (1, 3), ((1, 64, 96),), ((2, 1, 64),)
 
 
@@ -47,7 +48,6 @@ def test_each_kernel_s_operations_and_bytes_are_those_of_its_sizes(capsys):
     assert len(capsys.readouterr().out.strip().splitlines()) == 2 + len(rows) + 3
 
 
-@pytest.mark.slow
 def test_a_peak_takes_as_long_as_its_instructions():
     """Otherwise the compiler has computed the loop in advance, and the rate grows with the rounds."""
     few, many = (measure_peaks(3, rounds, 1 << 20) for rounds in (20_000, 200_000))
@@ -55,7 +55,6 @@ def test_a_peak_takes_as_long_as_its_instructions():
         assert many[name] < 4 * few[name], name
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for another compiler's options")
 def test_a_processor_without_instructions_for_a_type_has_the_peak_of_float32(monkeypatch):
     monkeypatch.setenv("CXX", "g++ -march=x86-64-v3")

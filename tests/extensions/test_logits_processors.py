@@ -109,21 +109,6 @@ def test_a_failing_function_ends_its_own_request_with_the_reason(wrong, reason, 
     assert re.match(f"no token could be sampled: .*{reason}", outputs[1].outputs[0].stop_reason)
 
 
-def test_all_requests_of_a_step_may_fail(llm):
-    def fails_late(output_ids, logits):
-        if len(output_ids) == 5:
-            raise RuntimeError("planted")
-        return logits
-
-    plain = SamplingParams(temperature=0, max_tokens=2)
-    failing = SamplingParams(n=2, logits_processors=[fails_late])
-    outputs = llm.generate(["Hello"] * 3, [plain, failing, failing], use_tqdm=False)
-    reasons = [[one.finish_reason for one in output.outputs] for output in outputs]
-    assert reasons == [["length"], ["error"] * 2, ["error"] * 2]
-    (reason,) = {one.stop_reason for output in outputs[1:] for one in output.outputs}
-    assert reason == "no token could be sampled: RuntimeError: planted"
-
-
 @pytest.mark.parametrize(
     "wrong", [5, [5], [lambda x: x], ["a.b:c"], [lambda a, b, c, d: d], [dict]], ids=range(6)
 )

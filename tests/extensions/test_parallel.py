@@ -319,6 +319,7 @@ def test_ranks_give_the_same_tokens_on_the_gpu_path(async_scheduling, path_of, i
     assert in_float32["replay"] > 0
 
 
+@SLOW
 def test_ranks_round_weights_at_load_on_the_gpu_path_as_on_a_cpu(path_of, in_threads, monkeypatch):
     found, held = [], []
     for install in (lambda _: None, doubles.install):

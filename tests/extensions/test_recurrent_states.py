@@ -92,24 +92,6 @@ def test_a_state_that_a_layer_returns_is_not_taken_for_its_output(served):
         check(answers(llm, prompts))
 
 
-@pytest.mark.parametrize("num_state_slots", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("mamba2", marks=pytest.mark.slow)])
-def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, served):
-    path, prompts, check = served(kind)
-    with LLM(path, num_kv_blocks=200, block_size=4, num_state_slots=num_state_slots) as llm:
-        engine, max_running = llm.llm_engine, 0
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, GREEDY)
-        tokens = {}
-        while engine.has_unfinished_requests():
-            for out in engine.step():
-                tokens[out.request_id] = out.outputs[0].token_ids
-            max_running = max(max_running, llm.metrics()["num_running"])
-            check_laws(engine.scheduler)
-        check([tokens[str(i)] for i in range(len(prompts))])
-        assert max_running == num_state_slots
-
-
 @pytest.mark.parametrize("kind", TWO_KINDS)
 def test_contents_of_free_slots_change_nothing(kind, served):
     """Free slots hold NaNs, and an aborted neighbor leaves no state."""

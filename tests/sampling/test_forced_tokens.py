@@ -52,7 +52,11 @@ def expected(llm):
     return [ask(llm, **given) for given in ASKED]
 
 
-@pytest.mark.parametrize("name", [*VARIED_SETTINGS, "drafts", "async"])
+BRIEFLY = "with preemption", "drafts", "async"
+RARELY = [pytest.param(name, marks=pytest.mark.slow) for name in VARIED_SETTINGS if name not in BRIEFLY]
+
+
+@pytest.mark.parametrize("name", [*BRIEFLY, *RARELY])
 def test_the_answers_depend_on_no_setting(name, expected):
     """Chunks, hits, preemptions, drafts (there are none) and steps in flight change nothing."""
     extra = {"drafts": {"speculative_config": NGRAM}, "async": {"async_scheduling": True}}

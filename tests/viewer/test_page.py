@@ -212,9 +212,8 @@ CONTROLS = """
 """
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "preemption" else pytest.mark.slow) for name in SCENES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENES)
 def test_a_scene_in_a_browser_takes_the_steps_of_the_engine(name, page, rounded):
     browser = page(name)
     played = browser.execute_async_script(STEP_TO_THE_END)

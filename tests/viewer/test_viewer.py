@@ -499,13 +499,3 @@ def test_each_step_shows_its_text_together_with_the_blocks(browser, recorded_pag
             browser.execute_script("show(arguments[0]); pinned = 1; drawDetail(1)", step)
             assert browser.execute_script(CLIPPED) == [], step + 1
             assert browser.execute_script(OFF_SCREEN, "#pool, #pool [data-did], #headline") == [], step + 1
-
-
-def test_run_shows_preemptions_of_any_model_in_a_small_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr("nanoengine.extensions.receipt.measure_limits", lambda *_: LIMITS)
-    path = str(tmp_path / "run.jsonl")
-    prompts = ["--prompt", "Count from 8 to 60.", "--prompt", "Count from 9 to 60."]
-    run.main([str(DEMO), "--trace", path, "--block-size", "4", "--num-kv-blocks", "30", *prompts])
-    whys = [change.get("why") for event in viewer.load(path)[1:] for change in event["changes"]]
-    assert "preempted" in whys
