@@ -185,7 +185,6 @@ def test_scheduling_drafts_and_masks_computed_ahead_change_no_token(changes, exp
             assert metrics["spec_decode_num_accepted_tokens"] > 20
         monkeypatch.setattr(constraints, "SLOW_SECONDS", -1.0)  # all are slow from their second mask on
         assert answers(llm, params) == expected
-        assert llm.llm_engine._grammars.has_slow
         assert all(compiled(llm, kind).is_slow for kind in KINDS)
         assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
 

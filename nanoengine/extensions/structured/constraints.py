@@ -74,7 +74,6 @@ class Grammars:
         self.threads = mask_threads(max(1, num_threads - 1), niceness=0)
         self.slow_threads = mask_threads(max(1, num_threads // 2), niceness=10)
         self.num_words = -(-num_tokens // 32)
-        self.has_slow = False  # whether any grammar is slow
         self.biases: Tensor | None = None  # `BIASES`, in the form of the logits
         self._cached = lru_cache(MAX_GRAMMARS)(self._compile)
 
@@ -141,10 +140,8 @@ class Grammars:
         for i, ids in enumerate(stop_ids):
             for token_id in ids:
                 word, bit = divmod(token_id, 32)
-                if may_end[i]:
-                    masks[i, word] |= np.uint32(1 << bit)
-                else:
-                    masks[i, word] &= ~np.uint32(1 << bit)
+                others = masks[i, word] & ~np.uint32(1 << bit)
+                masks[i, word] = others | np.uint32(may_end[i] << bit)
                 if may_end[i] and not goes_on[i]:
                     ends.append((i, token_id))
         return ends
@@ -153,12 +150,12 @@ class Grammars:
         """Try StructuredOutputsParams, given as JSON, in another process, then compile them here."""
         tried = self.trials.run(json.loads(asked))
         matcher = self.compiler.matcher(tried.grammar)
-        self.has_slow = self.has_slow or tried.is_slow
         return Grammar(matcher, self.mask_of(matcher), tried.takes_back, tried.is_slow)
 
-    def is_ready(self, seq: engine.Sequence) -> bool:
+    @staticmethod
+    def is_ready(seq: engine.Sequence) -> bool:
         """Return whether a sequence can be computed now, without waiting for a slow mask."""
-        return not self.has_slow or late_mask(seq) is None
+        return late_mask(seq) is None
 
     def mask_of(self, matcher: Any) -> NDArray[np.uint32]:
         """Return the mask of the tokens that may come next, (words,)."""
@@ -274,7 +271,7 @@ def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDAr
             start = time.thread_time()
             matcher.unsafe_compute_mask_ptr(masks.ctypes.data + (place + i) * num_bytes, num_bytes)
             if time.thread_time() - start > SLOW_SECONDS:
-                constraint.grammar.is_slow = constraint.grammars.has_slow = True
+                constraint.grammar.is_slow = True
             if i == len(drafts) or not matcher.try_consume_tokens(drafts[i : i + 1]):
                 break
             num_taken += 1
