@@ -1,7 +1,7 @@
 """Defines the stores of connector.py: a directory, local or shared by several hosts, or a Redis server."""
 
 import contextlib
-import itertools
+import glob
 import os
 import shutil
 import stat
@@ -124,12 +124,13 @@ class DirectoryStore:
     def _evict(self) -> None:
         """Remove the least recently used files above the limit, and temporary files of killed writers."""
         files, total, now = [], 0, time.time()
-        for entry in itertools.chain.from_iterable(map(_scan, _scan(self.path))):
+        for name in glob.iglob("??/*", root_dir=self.path):
+            entry = self.path / name
             with contextlib.suppress(OSError):  # removed in the meantime
-                status = os.stat(entry)
-                if entry.endswith(".tmp") and now - status.st_mtime > 3600:
-                    os.unlink(entry)
-                elif entry.endswith(".safetensors"):
+                status = entry.stat()
+                if entry.suffix == ".tmp" and now - status.st_mtime > 3600:
+                    entry.unlink()
+                elif entry.suffix == ".safetensors":
                     files.append((status.st_mtime_ns, status.st_size, entry))
                     total += status.st_size
         excess = total - self.max_bytes * 9 // 10 if total > self.max_bytes else 0
@@ -138,15 +139,7 @@ class DirectoryStore:
                 break
             excess -= size
             with contextlib.suppress(OSError):
-                os.unlink(entry)
-
-
-def _scan(path: str | Path) -> list[str]:
-    """Return the paths in a directory, or [] if it is not a directory."""
-    try:
-        return [entry.path for entry in os.scandir(path)]
-    except (NotADirectoryError, FileNotFoundError):
-        return []
+                entry.unlink()
 
 
 class RedisStore:
