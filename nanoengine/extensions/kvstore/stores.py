@@ -99,17 +99,12 @@ class DirectoryStore:
     def _read(self, file: Path) -> bytes | None:
         """Return a file's content, or None if there is none, or none of an engine: a pipe, or a huge one."""
         try:
-            handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
+            with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+                status = os.fstat(stream.fileno())
+                is_entry = stat.S_ISREG(status.st_mode) and status.st_size <= self.max_entry_bytes
+                return stream.read(self.max_entry_bytes) if is_entry else None
+        except (FileNotFoundError, IsADirectoryError):
             return None
-        try:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_entry_bytes:
-                return None
-            with open(handle, "rb", closefd=False) as stream:
-                return stream.read(self.max_entry_bytes)
-        finally:
-            os.close(handle)
 
     @staticmethod
     def _touch(file: Path, time_ns: int) -> bool:
