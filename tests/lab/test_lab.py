@@ -15,7 +15,6 @@ from nanoengine import lab
 from nanoengine.cli import lab as lab_command
 from nanoengine.cli.lab import draw, main
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Scheduler
 from nanoengine.lab.arrivals import Arrival, agent_sessions, generate_arrivals, parse_lengths, read_arrivals
 from nanoengine.lab.policies import POLICIES
 from nanoengine.lab.simulation import (
@@ -452,19 +451,11 @@ def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, caps
     assert message in capsys.readouterr().err
 
 
-class Last(Scheduler):
-    """Admits the sequence that arrived last."""
-
-    def next_waiting(self, waiting):
-        return waiting[-1]
-
-
-def test_the_command_compares_policies_and_other_classes_in_one_table(run_lab):
-    names = *POLICIES, "tests.lab.test_lab:Last"
+def test_the_command_compares_policies_in_one_table(run_lab):
     flags = "--agent-sessions 9 --length-factor 0.1 --cost 0.1,0.001,0 --num-kv-blocks 60 --max-num-seqs 2"
-    printed = run_lab(*flags.split(), "--scheduler-cls", ",".join(names)).out
+    printed = run_lab(*flags.split(), "--scheduler-cls", ",".join(POLICIES)).out
     head, *rows = [line.split("|") for line in printed.splitlines() if line.startswith("| ")]
-    assert [row[1].strip() for row in rows] == [*names]
+    assert [row[1].strip() for row in rows] == [*POLICIES]
     assert len({tuple(row[2:]) for row in rows}) >= 3
     columns = {name.strip(): place for place, name in enumerate(head)}
     hits, best = ([float(row[columns[name]].strip(" %")) for row in rows] for name in ("hits", "Belady"))

@@ -214,11 +214,7 @@ def test_random_numbers_at_the_ends_of_their_interval_draw_a_possible_token(u, m
 
 
 def greedy_after(**fields):
-    token_ids = fields.pop("token_ids", (0,))
-    num_prompt_tokens = fields.pop("num_prompt_tokens", 1)
-    stop_ids = fields.pop("stop_ids", ())
-    params = SamplingParams(temperature=0, **fields)
-    return sample(LOGITS.unsqueeze(0), [row(params, token_ids, num_prompt_tokens, stop_ids=stop_ids)])
+    return sample(LOGITS.unsqueeze(0), [row(temperature=0, **fields)])
 
 
 def test_repetition_penalty_multiplies_negative_logits():
@@ -276,10 +272,9 @@ LONG_EDITS["all"] = {name: value for one in LONG_EDITS.values() for name, value 
 
 
 def long_row(edits):
-    edits = dict(edits)
-    stop_ids, found = edits.pop("stop_ids", ()), edits.pop("found", ())
-    token_ids = edits.pop("token_ids", [3, 7])
-    return replace(row(SamplingParams(**edits), token_ids, stop_ids=stop_ids), bad_words=found)
+    edits = {"token_ids": [3, 7], "found": ()} | edits
+    found = edits.pop("found")
+    return replace(row(**edits), bad_words=found)
 
 
 @pytest.mark.parametrize("name", LONG_EDITS)
@@ -410,9 +405,8 @@ def test_a_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch):
     sort = torch.Tensor.sort
 
     def count(self, *args, **kwargs):
-        sorted_rows.extend(
-            [len(self)] * (self.shape[1] == len(LOGITS))
-        )  # not among the few that a top_k selects
+        if self.shape[1] == len(LOGITS):  # not among the few that a top_k selects
+            sorted_rows.append(len(self))
         return sort(self, *args, **kwargs)
 
     monkeypatch.setattr("torch.Tensor.sort", count)
@@ -472,8 +466,7 @@ def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(stride, monk
 
 
 def many_rows(count=8, vocab=1 << 17, **fields):
-    rows = [row(**fields) for _ in range(count)]
-    return torch.randn(count, vocab).bfloat16(), RowSettings(rows).metadata([one.position for one in rows])
+    return torch.randn(count, vocab).bfloat16(), metadata_of([row(**fields)] * count)
 
 
 class Operators(Work):
@@ -499,9 +492,7 @@ def test_at_temperature_alone_a_kernel_leaves_one_pass_to_pytorch(monkeypatch):
     monkeypatch.setattr("nanoengine.sampling.sampler.CACHED_LOGITS", 1 << 30)
     logits, metadata = many_rows(temperature=0.6)
     with Operators() as work:
-        draw_rows(
-            logits, metadata, lambda chunks, largest, divisors, u: torch.zeros(len(chunks), dtype=torch.int64)
-        )
+        draw_rows(logits, metadata, lambda chunks, *_: torch.zeros(len(chunks), dtype=torch.int64))
     assert work.entries < 1.2 * logits.numel()
     assert work.calls < 15
 
