@@ -63,12 +63,10 @@ class Predictor:
             raise TypeError(f'map_batches needs batch_format="pyarrow", got a batch of type {type(batch)}')
         if taken := set(ANSWER.names).intersection(batch.column_names):
             raise ValueError(f"the rows have columns {sorted(taken)} already; rename or drop them")
-        rows = batch.to_pylist()
-        answers = self.answer(rows)
-        columns = [pa.array([one.get(item.name) for one in answers], item.type) for item in ANSWER]
-        return pa.Table.from_arrays(
-            [*batch.columns, *columns], schema=pa.schema([*batch.schema, *ANSWER], batch.schema.metadata)
-        )
+        answers = self.answer(batch.to_pylist())
+        for item in ANSWER:
+            batch = batch.append_column(item, pa.array([one.get(item.name) for one in answers], item.type))
+        return batch
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the fields of `ANSWER` for each row. Missing fields are null."""

@@ -36,9 +36,8 @@ def order_of_ends(llm, lengths):
     for i, length in enumerate(lengths):
         llm.add_request(str(i), [5 + i], SamplingParams(max_tokens=length, **GREEDY))
     outputs = finish(llm)
-    return [int(name) for name in outputs], {
-        i: outputs[str(i)].outputs[0].token_ids for i in range(len(lengths))
-    }
+    token_ids = {int(name): output.outputs[0].token_ids for name, output in outputs.items()}
+    return [*token_ids], token_ids
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +194,12 @@ def test_what_is_no_scheduler_is_refused_before_the_model_is_loaded(given, messa
 
 
 def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path):
-    with pytest.raises(
-        ValueError, match="with speculative_config, scheduler_cls must extend DraftingScheduler"
-    ):
+    needs = "scheduler_cls must extend"
+    with pytest.raises(ValueError, match=f"with speculative_config, {needs} DraftingScheduler"):
         LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyChoice)
     config = small_config("mamba2").to_dict() | {"architectures": ["Mamba2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ValueError, match="with models with recurrent states, scheduler_cls must extend Stateful"
-    ):
+    with pytest.raises(ValueError, match=f"with models with recurrent states, {needs} Stateful"):
         LLM(tmp_path, load_format="dummy", num_state_slots=4, scheduler_cls=POLICY)
     with LLM(DEMO, num_kv_blocks=9, speculative_config=NGRAM, scheduler_cls=AnyDraftedChoice) as llm:
         assert type(llm.scheduler) is AnyDraftedChoice

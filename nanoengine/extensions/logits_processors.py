@@ -19,9 +19,8 @@ from nanoengine.sampling_params import check_processors, num_arguments
 
 def find_functions(given: Sequence[Any]) -> list[Callable[..., Any]]:
     """Return an engine's logits_processors: functions, or what "module:function" names, which is imported."""
-    return check_processors(
-        [find_named("logits_processors", one) if isinstance(one, str) else one for one in given]
-    )
+    found = [find_named("logits_processors", one) if isinstance(one, str) else one for one in given]
+    return check_processors(found)
 
 
 class FunctionProcessor:

@@ -358,17 +358,10 @@ def test_another_model_dtype_or_block_size_finds_nothing(name, qwen3, tmp_path):
 
 
 def test_processors_that_round_activations_do_not_share_blocks_with_those_that_do_not(qwen3, monkeypatch):
-    store, prompts, chosen = (
-        MemoryStore(),
-        random_prompts([40]),
-        {"quantization": "int8", "dtype": "bfloat16"},
-    )
-    for is_fast, activations, num_cached in (
-        (False, "auto", 0),
-        (True, "float", 39),
-        (True, "auto", 0),
-        (False, "int8", 39),
-    ):
+    store, prompts = MemoryStore(), random_prompts([40])
+    chosen = {"quantization": "int8", "dtype": "bfloat16"}
+    cases = (False, "auto", 0), (True, "float", 39), (True, "auto", 0), (False, "int8", 39)
+    for is_fast, activations, num_cached in cases:
         monkeypatch.setattr(Kernels, "are_integers_fast", is_fast)
         assert serve(qwen3, store, prompts, **chosen, activations=activations)[1] == [num_cached]
 

@@ -259,9 +259,8 @@ def test_a_kept_state_without_the_blocks_of_a_window_is_no_hit():
         pass
     seq = sequence(1, range(10))
     assert [len(blocks) for blocks in manager.find_groups(seq)] == [2, 2]
-    for _ in range(
-        sum(block.prefix is None for block in manager.free_blocks.values()) + 2
-    ):  # then those before the window go first
+    num_empty = sum(block.prefix is None for block in manager.free_blocks.values())
+    for _ in range(num_empty + 2):  # then those before the window go first
         manager._take_free_block()
     assert manager.find_groups(seq) == [[], []]
 

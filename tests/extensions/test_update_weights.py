@@ -125,10 +125,7 @@ def test_weights_are_updated_only_between_requests(tmp_path_factory):
 def test_an_async_engine_takes_new_weights_between_steps(tmp_path_factory, tmp_path):
     model = other("qwen3")
     model.save_pretrained(tmp_path / "other")
-    prompt, params = (
-        {"prompt_token_ids": [1, 2, 3]},
-        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
-    )
+    prompt, params = {"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=8)
 
     async def answer(engine, number):
         return [one async for one in engine.generate(prompt, params, number)][-1].outputs[0].token_ids

@@ -84,9 +84,8 @@ class Ranks:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = FOREVER if self.rank else COLLECTIVE
         gloo = dist.ProcessGroupGloo
-        options._devices = [
-            gloo.create_device(hostname="127.0.0.1") if is_one_host else gloo.create_default_device()
-        ]
+        device = gloo.create_device(hostname="127.0.0.1") if is_one_host else gloo.create_default_device()
+        options._devices = [device]
         self._control: Any = gloo(dist.PrefixStore("gloo", store), self.rank, self.size, options)
         self._group: Any = self._control
         if opened.config.resolve_device().type == "cuda":  # not tested on a GPU yet
