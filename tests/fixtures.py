@@ -122,6 +122,14 @@ def serving():
         yield found
 
 
+@pytest.fixture(scope="module")
+def script():
+    """Return the texts that a model says in tests of a module whose `serving` is `scripted`."""
+    from tests.serving import Script
+
+    return Script()
+
+
 @pytest.fixture
 def url(serving):
     """Yield the address of that server. Fails if the test leaves a request unfinished."""

@@ -6,7 +6,6 @@ import re
 import time
 
 import jsonschema
-import openai
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
@@ -18,7 +17,7 @@ from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, c
 from nanoengine.chat.tool_choice import ToolChoice
 from nanoengine.server.openai_api import ChatRequest
 from tests.helpers import DEMO, byte_tokenizer, table_checkpoint
-from tests.serving import Script, http, scripted
+from tests.serving import http, scripted
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 
@@ -35,138 +34,121 @@ ADD: dict = function_of("add", NUMBERS, ["a", "b"])
 PARAMETERS_OF_ADD: dict = ADD["function"]["parameters"]
 CALL = ("tool_calls", {"name": "add", "arguments": {"a": 5, "b": 6}})
 LATER = ("tool_calls", {"name": "add", "arguments": {"note": "7 \u00b5\n"}})
+WITHOUT_ARGUMENTS = ("tool_calls", {"name": "add", "arguments": {}})
 
 ADD_5_6 = '{"name": "add", "arguments": {"a": 5, "b": 6}}'
 ADD_NOTE = '{"name": "add", "arguments": {"note": "7 \\u00b5\\n"}}'
 PARAMETERS = "<parameter=a>\n5\n</parameter>\n<parameter=b>6</parameter>\n</function>\n</tool_call>\n"
 CODER = "<tool_call>\n<function=add>\n"
-BROKEN = (
-    'x <tool_call>{"name": "add", "argu',
-    "<tool_call>\n[1]</tool_call> y",
-    '<tool_call>{"name": 5}</tool_call>',
-)
-NAN = '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'
-CUT = CODER + "<parameter=a>\n5\n</parameter>\n<parameter=b>\n6"
-HARMONY, THINKS = ("harmony", "harmony", ""), ("hermes", "deepseek_r1", "<think>\n")
-NO_THOUGHT = ("hermes", "deepseek_r1", "<think>\n\n</think>\n\n")
 ON_TAGS = "Models write <think> before they reason."
 HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
-# (format of calls, format of reasoning, end of the prompt), the model's text, and the parts of the answer
-WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
-    (("hermes", None, ""), f"<tool_call>\n{ADD_5_6}\n</tool_call>", [CALL]),
+# (format of calls, format of reasoning, end of the prompt)
+HERMES, THINKER = ("hermes", None, ""), ("hermes", "deepseek_r1", "")
+THINKS, NO_THOUGHT = (("hermes", "deepseek_r1", end) for end in ("<think>\n", "<think>\n\n</think>\n\n"))
+QWEN, MISTRAL, LLAMA, GEMMA = ((one, None, "") for one in ("qwen3_coder", "mistral", "llama3_json", "gemma4"))
+HARMONY = ("harmony", "harmony", "")
+# The model's texts that are one thing
+TEXTS: dict[tuple, tuple[str, ...]] = {
+    HERMES: (
+        *(
+            'x <tool_call>{"name": "add", "argu',
+            "<tool_call>\n[1]</tool_call> y",
+            "<tool_call>[]</tool_call>",
+        ),
+        *(
+            '<tool_call>{"name": 5}</tool_call>',
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        ),
+    ),
+    THINKER: ("No <b>tags</b>, 1 < 2", ON_TAGS, f"```\n<think>\n{ON_TAGS}"),  # a thought is at the start only
+    NO_THOUGHT: (f"<think>{ON_TAGS}</think>",),
+    QWEN: (f"{CODER}<parameter=a>\n5\n</parameter>\n<parameter=b>\n6",),
+    HARMONY: (
+        *("Not harmonious.", "<|channel|>opinion<|message|>I think so."),
+        '<|channel|>commentary to=browser.open<|message|>{"id": 1}<|call|>',
+        "<|channel|>final a word<|message|>Yes.",
+    ),
+    LLAMA: (  # a call without tags names a tool, and has arguments
+        *('{"b": 1} is JSON', 'It is {"name": 1}', '{"name":"Alice","age":30}', '{"name": "add"}'),
+        *('{"name": "Alice", "parameters": {}}', '[{"name": "add"}]', "<|python_tag|>print(1)"),
+        *("<|python_tag|>[]", "[1, 2] and [3"),
+    ),
+}
+ONE_CALL: dict[tuple, tuple[str, ...]] = {
+    HERMES: (f"<tool_call>\n{ADD_5_6}\n</tool_call>",),
+    LLAMA: (
+        '{"name": "add", "parameters": {"a": "5", "b": 6}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 5, "b": 6}}',
+        '{"type": "function", "function": "add", "parameters": {"a": 5, "b": 6}}',
+    ),
+    HARMONY: (
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 5, "b": 6}<|call|>',
+        *(
+            f'<|channel|>commentary to={name}{kind}<|message|>{{"a": 5, "b": 6}}<|call|>'
+            for name in ("add", "functions.add")
+            for kind in (" <|constrain|>json", " application/json", "")
+        ),
+    ),
+    GEMMA: tuple(
+        f"<|tool_call>call:add{{{text}}}<tool_call|>"
+        for text in ("a: 5, b : 6", '"a": 5,"b":6', "\n a:5,\n b:6\n")
+    ),
+    ("functiongemma", None, ""): ("<start_function_call>call:add{a:5,b:6}<end_function_call>",),
+}
+BARE_CALLS = f"{ADD_5_6}\n{ADD_NOTE}\n", f"{ADD_5_6}; {ADD_NOTE}", f"[{ADD_5_6}, {ADD_NOTE}]"
+TWO_CALLS: dict[tuple, tuple[str, ...]] = {
+    MISTRAL: (f"[TOOL_CALLS] [{ADD_5_6}, {ADD_NOTE}]",),
+    LLAMA: (*BARE_CALLS, f"<|python_tag|>{ADD_5_6};{ADD_NOTE};"),
+}
+EMPTY = [f'{{"name": "add", "arguments": {none}}}' for none in ("null", '""', '"{}"', "{}")]
+EMPTY_CALLS = {HERMES: [f"<tool_call>{call}</tool_call>" for call in EMPTY], LLAMA: EMPTY}
+WRITTEN: list[tuple[tuple, str, list]] = [
+    *((formats, text, [("content", text)]) for formats, texts in TEXTS.items() for text in texts),
+    *((formats, text, [CALL]) for formats, texts in ONE_CALL.items() for text in texts),
+    *((formats, text, [CALL, LATER]) for formats, texts in TWO_CALLS.items() for text in texts),
+    *((formats, text, [WITHOUT_ARGUMENTS]) for formats, texts in EMPTY_CALLS.items() for text in texts),
     (
-        ("hermes", "deepseek_r1", ""),
+        THINKER,
         "<think>\nHm.\n</think>\n\nSo:\n"
         f"<tool_call>{ADD_5_6}</tool_call>\n<tool_call>\n{ADD_NOTE}\n</tool_call>\n",
         [("reasoning", "Hm."), ("content", "So:"), CALL, LATER],
     ),
     (THINKS, "a < b\n</think>\nYes", [("reasoning", "a < b"), ("content", "Yes")]),
     (THINKS, "never ends", [("reasoning", "never ends")]),
-    (("hermes", "deepseek_r1", ""), "No <b>tags</b>, 1 < 2", [("content", "No <b>tags</b>, 1 < 2")]),
-    *(
-        (("hermes", None, ""), text, [("content", text)])
-        for text in (*BROKEN, NAN, "<tool_call>[]</tool_call>")
-    ),
-    (("qwen3_coder", None, ""), CUT, [("content", CUT)]),
+    (THINKS, f"hm\n</think>\n\n{ON_TAGS}", [("reasoning", "hm"), ("content", ON_TAGS)]),
     (
-        ("qwen3_coder", None, ""),
+        QWEN,
         f"ok\n{CODER}{PARAMETERS}{CODER}<parameter=note>\n7 µ\n\n</parameter>\n</function>\n</tool_call>",
         [("content", "ok"), CALL, LATER],
     ),
-    (("mistral", None, ""), f"[TOOL_CALLS] [{ADD_5_6}, {ADD_NOTE}]", [CALL, LATER]),
     (
-        ("mistral", None, ""),
+        MISTRAL,
         'hi[TOOL_CALLS]add[ARGS]{"a": 5, "b": 6}[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"note": "7 µ\\n"}',
         [("content", "hi"), CALL, LATER],
     ),
-    *(
-        (("llama3_json", None, ""), text, [CALL])
-        for text in (
-            '{"name": "add", "parameters": {"a": "5", "b": 6}}',
-            '<|python_tag|>{"name": "add", "parameters": {"a": 5, "b": 6}}',
-            '{"type": "function", "function": "add", "parameters": {"a": 5, "b": 6}}',
-        )
-    ),
-    (("llama3_json", None, ""), '{"b": 1} is JSON', [("content", '{"b": 1} is JSON')]),
-    (("llama3_json", None, ""), 'It is {"name": 1}', [("content", 'It is {"name": 1}')]),
     (
         HARMONY,
         HM + 'commentary to=functions.add <|constrain|>json<|message|>{"a": 5, "b": 6}',
         [("reasoning", "Hm."), CALL],
     ),
-    (
-        HARMONY,
-        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 5, "b": 6}<|call|>',
-        [CALL],
-    ),
     (HARMONY, HM + "final<|message|>Yes.", [("reasoning", "Hm."), ("content", "Yes.")]),
-    (HARMONY, "Not harmonious.", [("content", "Not harmonious.")]),
+    *(
+        (HARMONY, f'{HM}final{kind}<|message|>{{"n": 4}}', [("reasoning", "Hm."), ("content", '{"n": 4}')])
+        for kind in (" <|constrain|>json", " json", " <|constrain|> application/json")
+    ),
+    (HARMONY, f"{HM}final<|message|>Yes.<|end|>And", [("reasoning", "Hm."), ("content", "Yes.And")]),
     (
         ("gemma4", "gemma4", ""),
         "<|channel>thought\nHm.<channel|>ok<|tool_call>call:add{a:5,b:6}<tool_call|>"
         '<|tool_call>call:add{note:<|"|>7 µ\n<|"|>}<tool_call|>',
         [("reasoning", "Hm."), ("content", "ok"), CALL, LATER],
     ),
-    (("functiongemma", None, ""), "<start_function_call>call:add{a:5,b:6}<end_function_call>", [CALL]),
-    # a thought is at the start only
-    (THINKS, f"hm\n</think>\n\n{ON_TAGS}", [("reasoning", "hm"), ("content", ON_TAGS)]),
-    *(
-        (("hermes", "deepseek_r1", ""), text, [("content", text)])
-        for text in (ON_TAGS, f"```\n<think>\n{ON_TAGS}")
-    ),
-    (NO_THOUGHT, f"<think>{ON_TAGS}</think>", [("content", f"<think>{ON_TAGS}</think>")]),
-    # headers of harmony
-    *(
-        (HARMONY, f'{HM}final{kind}<|message|>{{"n": 4}}', [("reasoning", "Hm."), ("content", '{"n": 4}')])
-        for kind in (" <|constrain|>json", " json", " <|constrain|> application/json")
-    ),
-    *(
-        (HARMONY, f'<|channel|>commentary to={name}{kind}<|message|>{{"a": 5, "b": 6}}<|call|>', [CALL])
-        for name in ("add", "functions.add")
-        for kind in (" <|constrain|>json", " application/json", "")
-    ),
-    *(
-        (HARMONY, text, [("content", text)])
-        for text in (
-            "<|channel|>opinion<|message|>I think so.",
-            '<|channel|>commentary to=browser.open<|message|>{"id": 1}<|call|>',
-            "<|channel|>final a word<|message|>Yes.",
-        )
-    ),
-    (HARMONY, f"{HM}final<|message|>Yes.<|end|>And", [("reasoning", "Hm."), ("content", "Yes.And")]),
-    # a call without tags names a tool, and has arguments
-    *(
-        (("llama3_json", None, ""), text, [("content", text)])
-        for text in (
-            '{"name":"Alice","age":30}',
-            '{"name": "Alice", "parameters": {}}',
-            '{"name": "add"}',
-            '[{"name": "add"}]',
-            "<|python_tag|>print(1)",
-            "<|python_tag|>[]",
-            "[1, 2] and [3",
-        )
-    ),
-    *(
-        (("llama3_json", None, ""), text, [CALL, LATER])
-        for text in (
-            f"{ADD_5_6}\n{ADD_NOTE}\n",
-            f"{ADD_5_6}; {ADD_NOTE}",
-            f"[{ADD_5_6}, {ADD_NOTE}]",
-            f"<|python_tag|>{ADD_5_6};{ADD_NOTE};",
-        )
-    ),
-    (("llama3_json", None, ""), f"{ADD_5_6}\n\nI {{add}}.", [CALL, ("content", "I {add}.")]),
-    # keys without quotes
-    *(
-        (("gemma4", None, ""), f"<|tool_call>call:add{{{text}}}<tool_call|>", [CALL])
-        for text in ("a: 5, b : 6", '"a": 5,"b":6', "\n a:5,\n b:6\n")
-    ),
     (
-        ("gemma4", None, ""),
+        GEMMA,
         '<|tool_call>call:add{x-y:{$a.b c:[{q:1}]},"s":"{t:1,u:\\"v:w"}<tool_call|>',
         [("tool_calls", {"name": "add", "arguments": {"x-y": {"$a.b c": [{"q": 1}]}, "s": '{t:1,u:"v:w'}})],
     ),
+    (LLAMA, f"{ADD_5_6}\n\nI {{add}}.", [CALL, ("content", "I {add}.")]),
 ]
 
 
@@ -186,15 +168,20 @@ def parser_of(calls, reasoning=None, prompt="", tools=(ADD,), **settings):
     return AnswerParser(Formats(calls, reasoning, None, {}), prompt, [*tools], **settings)
 
 
+def split(text, cuts):
+    """Return the parts of a text between these places."""
+    cuts = sorted(min(cut, len(text)) for cut in cuts)
+    return [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
 @pytest.mark.parametrize(("formats", "text", "expected"), WRITTEN, ids=range(len(WRITTEN)))
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_the_size_of_pieces_does_not_change_the_parsed_answer(formats, text, expected, data):
     assert taken_apart(parser_of(*formats), [text]) == expected
     assert taken_apart(parser_of(*formats), text) == expected, "a character at a time"
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert taken_apart(parser_of(*formats), pieces) == expected
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+    assert taken_apart(parser_of(*formats), split(text, cuts)) == expected
 
 
 EXAMPLE = f"{CODER}<parameter=a>\n1\n</parameter>\n<parameter=b>2</parameter>\n</function>\n</tool_call>"
@@ -258,9 +245,7 @@ def test_an_argument_may_contain_any_tag(calls, values, cuts):
     values = values[:1] if calls in ALONE else values
     text = "".join(map(CALLS[calls], values))
     expected = [("tool_calls", {"name": "add", "arguments": {"note": value}}) for value in values]
-    cuts = sorted(min(cut, len(text)) for cut in cuts)
-    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    for parts in ([text], text, pieces):
+    for parts in ([text], text, split(text, cuts)):
         assert taken_apart(parser_of(calls.split()[0]), parts) == expected
 
 
@@ -316,24 +301,15 @@ def test_a_call_in_a_closed_code_block_is_text(calls, around, are_calls):
 
 
 def test_without_tools_text_like_a_call_stays_text():
-    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     for calls in TOOL_FORMATS:
+        text = CALLS[calls]("x")
         assert taken_apart(parser_of(calls, tools=()), [text]) == [("content", text)]
 
 
-TAGS_OF_ANSWERS = (
-    '{ } " ] "}} ; ``` ~~~~ json <|channel> <channel|> analysis final commentary <|start|>assistant '
-)
-TAGS_OF_ANSWERS += '<|return|> <|constrain|> note:<|"|> [CALL_ID] call:add{ note:<escape> <escape>}'
-WORDS_OF_ANSWERS = [
-    "\n",
-    "\n```\n",
-    " ",
-    "thought\n",
-    '{"name": "add", "arguments": {"note": "',
-    " to=functions.add",
-]
-WORDS_OF_ANSWERS += [" to=add", CODER, CODER_END, "<parameter=note>\n", '{"note": "']
+TAGS_OF_ANSWERS = '{ } " ] "}} ; ``` ~~~~ json <|channel> <channel|> analysis final commentary '
+TAGS_OF_ANSWERS += '<|start|>assistant <|return|> <|constrain|> note:<|"|> [CALL_ID] call:add{ note:<escape> '
+WORDS_OF_ANSWERS = ["\n", "\n```\n", " ", "thought\n", '{"name": "add", "arguments": {"note": "', " to=add"]
+WORDS_OF_ANSWERS += [" to=functions.add", CODER, CODER_END, "<parameter=note>\n", '{"note": "', "<escape>}"]
 WORDS_OF_ANSWERS += TAGS_OF_ANSWERS.split()
 WORDS_OF_ANSWERS += [word for word in WORDS_OF_VALUES if word[0] in "<["]
 
@@ -368,9 +344,7 @@ def test_nothing_that_the_model_said_is_lost(calls, words, cuts, prompt):
     numbers, call = itertools.count(), CALLS[calls]("#")
     words = [{"a call": call, "half a call": call[:-9]}.get(word, word) for word in words]
     text = re.sub("#", lambda _: f"w{next(numbers)}.", "".join(words))
-    cuts = sorted(min(cut, len(text)) for cut in cuts)
-    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    found = taken_apart(parser_of(calls, reasoning, prompt), pieces)
+    found = taken_apart(parser_of(calls, reasoning, prompt), split(text, cuts))
     assert found == taken_apart(parser_of(calls, reasoning, prompt), [text])
     said = "".join(json.dumps(value) if isinstance(value, dict) else value for _, value in found)
     assert re.findall(r"w\d+\.", said) == [f"w{i}." for i in range(next(numbers))]
@@ -489,16 +463,8 @@ def test_no_text_takes_quadratic_time(calls, beginning, unit, piece):
     assert any(seconds(8 * size) < limit for _ in range(2))
 
 
-def test_an_argument_that_is_not_json_stays_text():
-    """A set, bytes or an infinite number must not cost the caller the call."""
-    array = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}
-    for value in ("{1,2}", "b'x'", "...", "1e999", "{[1]}", "{(1, 2): 3}", "[1, b'x']"):
-        text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        found = taken_apart(parser_of("qwen3_coder", tools=[array]), [text])
-        assert found == [("tool_calls", {"name": "f", "arguments": {"x": value}})]
-
-
 OPTIONAL = [{"type": "integer"}, {"type": "null"}]
+NOT_JSON = "{1,2}", "b'x'", "...", "1e999", "{[1]}", "{(1, 2): 3}", "[1, b'x']"  # as Python, such as a set
 
 
 @pytest.mark.parametrize(
@@ -523,6 +489,7 @@ OPTIONAL = [{"type": "integer"}, {"type": "null"}]
         ({"type": ["string", "integer"]}, {"7": 7, "7.5": "7.5", "true": "true"}),
         ({"anyOf": [{"type": "string"}, {"type": "array"}]}, {"[1]": [1], '["a': '["a', "(1,)": [1]}),
         ({"type": "number"}, {"7": 7, "7.5": 7.5}),
+        ({"type": "array"}, {one: one for one in NOT_JSON}),
         *((one, {"7": "7", "null": "null"}) for one in ({}, {"description": "d"}, True, {"type": "string"})),
         ({"$ref": "#/properties/x"}, {"7": "7"}),
         ({"allOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}, *OPTIONAL]}, {"7": 7}),
@@ -567,6 +534,7 @@ def test_a_template_whose_regions_open_and_close_without_text_ends():
         ("<|channel|>analysis", "harmony", "harmony"),
         ("<|tool_call> <|channel>", "gemma4", "gemma4"),
         ("<start_function_call>", "functiongemma", None),
+        ("<think> <tool_call>{{ name }}<arg_key>k</arg_key>", None, "deepseek_r1"),  # not in hermes' JSON
     ],
 )
 def test_the_chat_template_selects_the_formats(template, calls, reasoning):
@@ -626,45 +594,26 @@ def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model,
 
 
 @pytest.fixture(scope="module")
-def script():
-    return Script()
-
-
-@pytest.fixture(scope="module")
-def running(script, tmp_path_factory):
+def serving(script, tmp_path_factory):
     with scripted(script, tmp_path_factory.mktemp("tools") / "model") as found:
         yield found
 
 
-@pytest.fixture
-def client(running):
-    return openai.OpenAI(base_url=f"{running[0]}/v1", api_key="none", max_retries=0)
-
-
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
-
-
 ASKED: dict = {"model": "demo", "messages": [{"role": "user", "content": "What are 2 and 40?"}]}
 
 
 def test_a_model_calls_a_tool_and_answers_with_its_result(client, script):
     script.says = {"42": "It is 42.", "2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}"}
-    messages = [*ASKED["messages"]]
-    for _ in range(3):
-        answer = client.chat.completions.create(model="demo", messages=messages, tools=[ADD], max_tokens=120)
-        choice = answer.choices[0]
-        messages.append(choice.message.model_dump(exclude_none=True))
-        if choice.finish_reason == "stop":
-            break
-        assert choice.finish_reason == "tool_calls"
-        assert (choice.message.content, choice.message.reasoning) == ("So:", "I add.")
-        assert choice.message.reasoning_content == "I add."
-        for call in choice.message.tool_calls:
-            given = json.loads(call.function.arguments)
-            result = str(given["a"] + given["b"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    assert choice.message.content == "It is 42."
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    asked = ASKED | {"tools": [ADD], "max_tokens": 120}
+    choice = client.chat.completions.create(**asked).choices[0]
+    said = choice.message
+    assert (choice.finish_reason, said.content) == ("tool_calls", "So:")
+    assert said.reasoning == said.reasoning_content == "I add."
+    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "42"}
+    messages = [*ASKED["messages"], said.model_dump(exclude_none=True), result]
+    choice = client.chat.completions.create(**asked | {"messages": messages}).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", "It is 42.")
 
 
 def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
@@ -744,66 +693,15 @@ def test_a_required_call_is_made(choice, thinking, client, script):
     ids=range(7),
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_every_spelling_of_structured_outputs_is_accepted(fields, conforms, path, running, script):
+def test_every_spelling_of_structured_outputs_is_accepted(fields, conforms, path, url, script):
     script.says = {}
     body = {"max_tokens": 60, "temperature": 2.0, "seed": 1, **fields}
     body |= {"prompt": "Hi"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-    answer = http.post(f"{running[0]}/v1/{path}", json=body)
+    answer = http.post(f"{url}/v1/{path}", json=body)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     text = choice["text"] if path == "completions" else choice["message"]["content"]
     assert choice["finish_reason"] == "length" or conforms(text)
-
-
-ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref": "#"}}, "required": ["c"]}}}
-
-
-def tool(**function):
-    return {"tools": [{"function": {"name": "f", **function}}]}
-
-
-def called(**function):
-    return {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", **function}}]}]}
-
-
-def schema(**schema):
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-
-
-REGEX = {"structured_outputs": {"regex": "a"}}
-REFUSED: list[tuple[str | None, str, dict]] = [
-    ("tools", "tools must be a list", {"tools": 5}),
-    ("tools", "tools must hold", {"tools": [{}]}),
-    *(
-        ("tools", "the JSON schema of an object", tool(parameters=one))
-        for one in (5, 0, {"type": "string"}, {"properties": [1]})
-    ),
-    ("tools", '"type": "function"', {"tools": [{"type": "web", "function": {"name": "f"}}]}),
-    ("tools", "no finite text", {"tools": [ENDLESS], "tool_choice": "required"}),
-    ("tool_choice", "tool_choice needs tools", {"tool_choice": "required"}),
-    ("tool_choice", "must be none, auto", {"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}),
-    ("tool_choice", "required or one of", {"tools": [ADD], "tool_choice": "sometimes"}),
-    ("tool_choice", "one of .'add'.", {"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}),
-    ("tool_choice", "excludes other", {**REGEX, "tools": [ADD], "tool_choice": "required"}),
-    ("response_format", "response_format must be", {"response_format": {"type": "xml"}}),
-    ("response_format", "json_schema with a schema", {"response_format": {"type": "json_schema"}}),
-    ("response_format", "Unimplemented keys", schema(**{"not": {}})),
-    ("structured_outputs", "unclosed group", {"structured_outputs": {"regex": "("}}),
-    ("structured_outputs", "cannot be combined", {**schema(), "structured_outputs": {"regex": "b"}}),
-    ("structured_outputs", "no field 'foo'", {"structured_outputs": {"foo": 1}}),
-    (None, "has no argument 'logits_processors'", {"logits_processors": ["os:system"]}),
-    ("messages", "tool_calls must hold", {"messages": [{"role": "assistant", "tool_calls": [5]}]}),
-]
-
-
-@pytest.mark.parametrize(("param", "message", "fields"), REFUSED, ids=range(len(REFUSED)))
-def test_a_bad_request_is_refused_by_its_field(param, message, fields, running):
-    body = {"messages": [{"role": "user", "content": "Hello"}], **fields}
-    answer = http.post(f"{running[0]}/v1/chat/completions", json=body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert re.search(message, error["message"]), error
-    assert param is None or error["param"] == param
 
 
 @pytest.mark.parametrize(

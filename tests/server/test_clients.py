@@ -9,31 +9,19 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from nanoengine.chat.answer_parser import AnswerParser, Formats, choose_formats
 from nanoengine.chat.templates import render_chats
-from nanoengine.server import service
 from nanoengine.server.openai_api import ChatRequest
 from nanoengine.server.responses import messages_of
 from tests.helpers import DEMO
-from tests.serving import TEMPLATE, Script, held_steps, http, post, scripted
+from tests.serving import TEMPLATE, held_steps, http, post, scripted
 
 HELLO: dict = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
 
 
 @pytest.fixture(scope="module")
-def script():
-    return Script()
-
-
-@pytest.fixture(scope="module")
-def running(script, tmp_path_factory):
+def serving(script, tmp_path_factory):
     with scripted(script, tmp_path_factory.mktemp("clients") / "model") as found:
         yield found
-
-
-@pytest.fixture
-def client(running):
-    return openai.OpenAI(base_url=f"{running[0]}/v1", api_key="none", max_retries=0)
 
 
 def whole_and_streamed(client, **asked):
@@ -51,52 +39,43 @@ def whole_and_streamed(client, **asked):
     return found
 
 
+QUESTION, ENDS = (
+    "<think>\nQuestion: why?\n</think>\n\nYes. Question: no",
+    "<think>an end</think>end, 2nd end, 3rd",
+)
+
+
 @pytest.mark.parametrize(
-    ("text", "stop", "expected"),
+    ("text", "stop", "more", "expected"),
     [
-        (
-            "<think>\nQuestion: why?\n</think>\n\nYes. Question: no",
-            ["Question:"],
-            ("Yes. ", "Question: why?", "stop", "Question:"),
-        ),
-        ("<think>a</think>a</thin", ["a</thin"], ("", "a", "stop", "a</thin")),
-        ("<think>a</think>b", ["a</thin", "think"], ("b", "a", "stop", None)),
-        ("<think>ends", ["ends"], ("", "ends", "stop", None)),
-        ("no thought, one end", ["end", "one"], ("no thought, ", "", "stop", "one")),
-        ("no th\n\n\nx", "\n\n", ("no th", "", "stop", "\n\n")),
-        ("no thought, sto", ["stop"], ("no thought, sto", "", "stop", None)),
+        (QUESTION, ["Question:"], {}, ("Yes. ", "Question: why?", "stop", "Question:")),
+        ("<think>a</think>a</thin", ["a</thin"], {}, ("", "a", "stop", "a</thin")),
+        ("<think>a</think>b", ["a</thin", "think"], {}, ("b", "a", "stop", None)),
+        ("<think>ends", ["ends"], {}, ("", "ends", "stop", None)),
+        ("no thought, one end", ["end", "one"], {}, ("no thought, ", "", "stop", "one")),
+        ("no th\n\n\nx", "\n\n", {}, ("no th", "", "stop", "\n\n")),
+        ("no thought, sto", ["stop"], {}, ("no thought, sto", "", "stop", None)),
+        (ENDS, "end", {"include_stop_str_in_output": True}, ("end", "an end", "stop", "end")),
+        (ENDS, "end", {"min_tokens": 26}, ("end, 2nd ", "an end", "stop", "end")),
     ],
 )
-def test_stop_strings_apply_to_content(text, stop, expected, client, script):
+def test_stop_strings_and_their_settings_apply_to_content(text, stop, more, expected, client, script):
     script.says = {"Hello": text}
-    assert whole_and_streamed(client, stop=stop) == expected
+    assert whole_and_streamed(client, stop=stop, extra_body=more) == expected
 
 
-def test_other_settings_of_stop_strings_apply_to_content_too(client, script):
-    script.says = {"Hello": "<think>an end</think>end, a second end, a third"}
-    answer = whole_and_streamed(client, stop="end", extra_body={"include_stop_str_in_output": True})
-    assert answer == ("end", "an end", "stop", "end")
-    answer = whole_and_streamed(client, stop="end", extra_body={"min_tokens": 26})
-    assert answer == ("end, a second ", "an end", "stop", "end")
+def form_of(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "n", "schema": {"enum": ["a, b"]}},
-            }
-        },
-        {"structured_outputs": {"json": {"enum": ["a, b"]}}},
-    ],
+    "form", [form_of({"enum": ["a, b"]}), {"structured_outputs": {"json": {"enum": ["a, b"]}}}]
 )
-def test_a_stop_string_does_not_cut_json(form, running, script):
+def test_a_stop_string_does_not_cut_json(form, url, script):
     script.says = {}
-    found = post(running[0], "chat/completions", **HELLO, **form, stop=[","])["choices"][0]
+    found = post(url, "chat/completions", **HELLO, **form, stop=[","])["choices"][0]
     assert json.loads(found["message"]["content"]) == "a, b"
-    found = post(running[0], **{"prompt": "Hi", "max_tokens": 50}, **form, stop=[","])["choices"][0]
+    found = post(url, **{"prompt": "Hi", "max_tokens": 50}, **form, stop=[","])["choices"][0]
     assert json.loads(found["text"]) == "a, b"
 
 
@@ -168,17 +147,6 @@ def test_a_malformed_call_in_the_history_is_shown_as_it_is(template, arguments):
     assert re.sub(r":\s+", ": ", text).endswith(f"add: {one}add: {name}{arguments}")
 
 
-@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
-def test_a_call_without_arguments_may_say_so_in_any_way(arguments):
-    text = f"<tool_call>{json.dumps({'name': 'now', 'arguments': arguments})}</tool_call>"
-    now = {"type": "function", "function": {"name": "now"}}
-    for calls in ("hermes", "llama3_json"):
-        parser = AnswerParser(Formats(calls, None, None, {}), "", [now])
-        written = text if calls == "hermes" else text.removeprefix("<tool_call>").removesuffix("</tool_call>")
-        (part,) = list(parser.feed(written)) + list(parser.finish())
-        assert part[:2] == ("tool_calls", {"name": "now", "arguments": "{}"})
-
-
 def test_content_that_is_no_text_is_shown_as_json():
     content = {"x": 1, "y": [True, None, "é"]}
     assert rendered(ROLES, said(("tool", content))) == '<|tool|>{"x": 1, "y": [true, null, "é"]}\n'
@@ -193,53 +161,41 @@ def test_a_refusal_in_the_history_is_text():
         rendered(ROLES, said(("assistant", [{"type": "refusal"}])))
 
 
-def test_a_template_of_another_format_with_the_same_tag_is_not_taken_for_hermes():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = "<think> <tool_call>{{ name }}<arg_key>k</arg_key><arg_value>v</arg_value>"
-    assert choose_formats(tokenizer)[:2] == (None, "deepseek_r1")
-
-
 # ---- settings ----
 
 
 @pytest.mark.parametrize(
     ("asked", "thinks"),
     [
-        ({}, None),
+        ({}, ""),
         ({"enable_thinking": False}, False),
         ({"enable_thinking": True}, True),
         ({"think": False}, False),
         ({"reasoning_effort": "none"}, False),
-        ({"reasoning_effort": "high"}, None),
-        ({"think": "high"}, None),
+        ({"reasoning_effort": "high"}, ""),
+        ({"think": "high"}, ""),
+        ({"reasoning_effort": "low"}, ""),
         ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
     ],
 )
 def test_thinking_is_turned_off_by_each_name_that_clients_use(asked, thinks):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = (
-        "{{ messages[0].content }}{{ enable_thinking is defined and enable_thinking | string }}"
-    )
-    found = ChatRequest(messages=said(("user", "Hi: ")), **asked).render(tokenizer)["prompt"]
-    assert found == f"Hi: {False if thinks is None else thinks}"
-    tokenizer.chat_template = "{{ messages[0].content }}{{ reasoning_effort }}"
-    found = ChatRequest(messages=said(("user", "")), **asked).render(tokenizer)["prompt"]
-    assert found == ("high" if "high" in asked.values() else "")
-    tokenizer.chat_template = "{{ messages[0].content }}{{ enable_thinking is defined }}"
-    found = ChatRequest(messages=said(("user", "Hi: ")), **asked).render(tokenizer)["prompt"]
-    assert found == f"Hi: {thinks is not None}"
+    tokenizer.chat_template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
+    found = ChatRequest(messages=said(("user", "Hi:")), **asked).render(tokenizer)["prompt"]
+    effort = next((value for value in asked.values() if value in ("low", "high")), "")
+    assert found == f"Hi: {thinks} {effort}"
 
 
 @pytest.mark.parametrize(
     "fields",
     [{"modalities": ["text"]}, {"service_tier": "default"}, {"length_penalty": 1.0}, {"think": False}],
 )
-def test_fields_that_ask_for_what_happens_anyway_are_accepted(fields, running, script):
+def test_fields_that_ask_for_what_happens_anyway_are_accepted(fields, url, script):
     script.says = {"Hello": "Hi."}
-    answer = post(running[0], "chat/completions", **HELLO, **fields)
+    answer = post(url, "chat/completions", **HELLO, **fields)
     assert answer["choices"][0]["message"]["content"] == "Hi."
     for refused in ({"modalities": ["audio"]}, {"modalities": ["text", "audio"]}, {"length_penalty": 2.0}):
-        assert post(running[0], "chat/completions", **HELLO, **refused)["error"]["code"] == "invalid_request"
+        assert post(url, "chat/completions", **HELLO, **refused)["error"]["code"] == "invalid_request"
 
 
 # ---- what is counted ----
@@ -261,13 +217,11 @@ def test_the_tokens_of_reasoning_are_counted(thought, rest, client, script):
     usage = client.chat.completions.create(**asked).usage
     pieces = [*client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
     response = client.responses.create(model="demo", input="Hello", temperature=0)
+    num_tokens = usage.completion_tokens_details.reasoning_tokens
     # A token at the end of the thought may hold the beginning of its tag.
-    assert expected <= usage.completion_tokens_details.reasoning_tokens <= expected + (rest != "" != thought)
+    assert expected <= num_tokens <= expected + (rest != "" != thought)
     assert pieces[-1].usage == usage
-    assert (
-        response.usage.output_tokens_details.reasoning_tokens
-        == usage.completion_tokens_details.reasoning_tokens
-    )
+    assert response.usage.output_tokens_details.reasoning_tokens == num_tokens
 
 
 @pytest.mark.parametrize(
@@ -289,15 +243,11 @@ def test_a_thought_that_the_request_began_goes_on_as_reasoning(begun, text, expe
 
 
 def test_structured_output_follows_a_thought_that_the_request_began(client, script):
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [5]}}}
     extra = {"continue_final_message": True, "add_generation_prompt": False}
-    for begun, text, thought in (
-        ("<think>\nI add", " them.</think>", " them."),
-        ("<think>I</think>", "", ""),
-    ):
-        script.says = {"Hello": text} if text else {}
+    for begun, thought in (("<think>\nI add", " them."), ("<think>I</think>", "")):
+        script.says = {"Hello": f"{thought}</think>"} if thought else {}
         messages = [*HELLO["messages"], {"role": "assistant", "content": begun}]
-        answer = whole_and_streamed(client, messages=messages, extra_body=extra, response_format=form)
+        answer = whole_and_streamed(client, messages=messages, extra_body=extra, **form_of({"enum": [5]}))
         assert answer[:2] == ("5", thought)
 
 
@@ -308,13 +258,12 @@ def test_structured_output_follows_a_thought_that_the_request_began(client, scri
     "path",
     ["chat/completions", *(pytest.param(x, marks=pytest.mark.slow) for x in ("completions", "responses"))],
 )
-def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, running, client, script, monkeypatch):
-    url, server = running
-    monkeypatch.setattr(service, "KEEP_ALIVE_SECONDS", 0.05)
+def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, url, service, client, script, monkeypatch):
+    monkeypatch.setattr("nanoengine.server.service.KEEP_ALIVE_SECONDS", 0.05)
     script.says = {"Hello": "Hi."}
     prompt = {"completions": {"prompt": "<|user|>Hello"}, "responses": {"input": "Hello"}}
     body = {"temperature": 0, "stream": True, **prompt.get(path, {"messages": HELLO["messages"]})}
-    with held_steps(server.engine) as steps, http.stream("POST", f"{url}/v1/{path}", json=body) as answer:
+    with held_steps(service.engine) as steps, http.stream("POST", f"{url}/v1/{path}", json=body) as answer:
         lines = answer.iter_lines()
         assert sum(next(lines) == ": waiting" for _ in range(12)) >= 2
         steps.permit()
@@ -322,7 +271,7 @@ def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, running, clie
     assert all(line.startswith((": waiting", "data: {", "data: [DONE]", "event: ")) for line in rest)
     last = [line for line in rest if line.startswith("data: ")][-1]
     assert last == "data: [DONE]" or json.loads(last[6:])["type"] == "response.completed"
-    with held_steps(server.engine) as steps:
+    with held_steps(service.engine) as steps:
         threading.Timer(0.3, steps.permit).start()
         answer = whole_and_streamed(client)
     assert answer[0] == "Hi."
@@ -335,7 +284,6 @@ ADD |= {"required": ["a", "b"], "$defs": {"n": {"type": "integer", "minimum": 0,
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
 SUM: dict = {"type": "object", "properties": {"name": {"$ref": "#/$defs/text"}}, "required": ["name"]}
 SUM |= {"$defs": {"text": {"type": "string", "maxLength": 50}}, "additionalProperties": False}
-FORM = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
 ADD_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 BARE = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
 
@@ -352,7 +300,7 @@ def formatted(request, script, tmp_path_factory):
 def test_with_response_format_a_tool_can_still_be_called(choice, thought, formatted, script):
     calls, client = formatted
     script.says = {"Hello": thought + (ADD_TEXT if calls == "hermes" else BARE)}
-    asked = {"model": "demo", **HELLO, "tools": TOOLS, "response_format": FORM, "tool_choice": choice}
+    asked = {"model": "demo", **HELLO, **form_of(SUM), "tools": TOOLS, "tool_choice": choice}
     message = client.chat.completions.create(**asked).choices[0].message
     assert json.loads(message.tool_calls[0].function.arguments) == {"a": 2, "b": 3}
     assert (message.content, getattr(message, "reasoning", "")) == (None, "Hm." if thought else "")
@@ -366,8 +314,7 @@ def test_with_tools_an_answer_still_fits_its_format(name, formatted, script):
     _, client = formatted
     for text in (json.dumps({"name": name}), "I would rather talk."):
         script.says = {"Hello": text}
-        asked = {**HELLO, "tools": TOOLS, "response_format": FORM}
-        content, _, reason, _ = whole_and_streamed(client, **asked)
+        content, _, reason, _ = whole_and_streamed(client, **HELLO, **form_of(SUM), tools=TOOLS)
         assert reason in ("stop", "tool_calls", "length")
         if text[0] == "{":
             assert (json.loads(content), reason) == ({"name": name}, "stop")
@@ -379,20 +326,17 @@ def test_with_tools_an_answer_still_fits_its_format(name, formatted, script):
 def test_a_call_of_a_strict_tool_fits_its_schema(formatted, script):
     """The model is steered to one that does not."""
     calls, client = formatted
-    thought = "<think>Not <tool_call>.</think>" if calls == "hermes" else ""
-    body = (
-        '{"name": "add", "arguments": {"a": "five", "b": 6}}'
-        if calls == "hermes"
-        else "<function=add>\n<parameter=a>\nfive"
-    )
+    thought, body = "", "<function=add>\n<parameter=a>\nfive"
+    if calls == "hermes":
+        thought, body = (
+            "<think>Not <tool_call>.</think>",
+            '{"name": "add", "arguments": {"a": "five", "b": 6}}',
+        )
     script.says = {"Hello": f"{thought}So: <tool_call>\n{body}", "Hi": f"{thought}Plain = text."}
     function = TOOLS[0]["function"] | {"strict": True}
     asked: dict = {"model": "demo", **HELLO, "tools": [{"type": "function", "function": function}]}
     message = client.chat.completions.create(**asked).choices[0].message
-    assert (message.content, getattr(message, "reasoning", "")) == (
-        "So:",
-        "Not <tool_call>." if thought else "",
-    )
+    assert (message.content, getattr(message, "reasoning", "")) == ("So:", thought[7:-8])
     tools = [{"type": "function", **function}]
     response = client.responses.create(model="demo", input="Hello", tools=tools, temperature=0)
     for call in (message.tool_calls[0].function, response.output[-1]):
@@ -479,16 +423,10 @@ def test_other_bodies_of_agents_are_served(fields, agent, script):
 
 
 def test_reasoning_in_the_input_is_that_of_the_next_message():
-    thought = {
-        "type": "reasoning",
-        "id": "rs_1",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": "Hm."}],
-    }
+    thought: dict = {"type": "reasoning", "id": "rs_1", "summary": []}
+    thought["content"] = [{"type": "reasoning_text", "text": "Hm."}]
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
     empty = {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "x"}
-    found = messages_of(
-        [{"role": "user", "content": "Hi"}, thought, call, empty, {"role": "assistant", "content": "5"}]
-    )
+    found = messages_of([*said(("user", "Hi")), thought, call, empty, *said(("assistant", "5"))])
     assert [message.get("reasoning_content") for message in found] == [None, "Hm.", None]
     assert found[1]["tool_calls"][0]["id"] == "c"

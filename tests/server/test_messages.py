@@ -5,11 +5,10 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from nanoengine.server import service
 from nanoengine.server.messages import SIGNATURE, CountRequest, MessageStream
 from nanoengine.server.request_guard import Ticket
 from tests.helpers import DEMO
-from tests.serving import TEMPLATE, Script, held_steps, http, post, scripted
+from tests.serving import TEMPLATE, held_steps, http, post, scripted
 
 # Also shows the reasoning of earlier messages
 THOUGHTS = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
@@ -40,19 +39,9 @@ FUNCTION = CALLED | {"function": {"name": "f", "arguments": '{"a": 2}'}}
 
 
 @pytest.fixture(scope="module")
-def script():
-    return Script()
-
-
-@pytest.fixture(scope="module")
-def running(script, tmp_path_factory):
+def serving(script, tmp_path_factory):
     with scripted(script, tmp_path_factory.mktemp("messages") / "model", THOUGHTS) as found:
         yield found
-
-
-@pytest.fixture
-def url(running):
-    return running[0]
 
 
 def events_of(url, asked, headers=None):
@@ -316,12 +305,11 @@ def test_claude_code_s_requests_are_served(url, script):
     assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
-def test_a_stream_stays_alive_with_pings(running, script, monkeypatch):
-    url, server = running
-    monkeypatch.setattr(service, "KEEP_ALIVE_SECONDS", 0.02)
+def test_a_stream_stays_alive_with_pings(url, service, script, monkeypatch):
+    monkeypatch.setattr("nanoengine.server.service.KEEP_ALIVE_SECONDS", 0.02)
     script.says = {"Hello": "Hi."}
     stream = http.stream("POST", f"{url}/v1/messages", json=HELLO | {"stream": True})
-    with held_steps(server.engine) as steps, stream as answer:
+    with held_steps(service.engine) as steps, stream as answer:
         lines = answer.iter_lines()
         found = [next(lines) for _ in range(6)]
         steps.permit()
@@ -387,27 +375,25 @@ def test_a_prompt_that_is_too_long_is_counted(url):
 
 
 @pytest.mark.parametrize("path", ["messages", "messages/count_tokens", "messages/batches"])
-def test_the_guard_refuses_in_anthropic_s_form_too(path, running, monkeypatch):
-    url, server = running
+def test_the_guard_refuses_in_anthropic_s_form_too(path, url, service, monkeypatch):
 
     def refused(**more):
         answer = http.post(f"{url}/v1/{path}", json=HELLO | more)
         return answer.status_code, answer.json()["error"]["type"], answer.json()["type"]
 
-    monkeypatch.setattr(server, "max_body_bytes", 1000)
+    monkeypatch.setattr(service, "max_body_bytes", 1000)
     assert refused(x=" " * 1000) == (413, "request_too_large", "error")
     assert http.post(f"{url}/v1/{path}", content="{").json()["type"] == "error"
-    monkeypatch.setattr(type(server), "is_serving", False)
+    monkeypatch.setattr(type(service), "is_serving", False)
     assert refused() == (503, "overloaded_error", "error")
-    monkeypatch.setattr(server, "api_key", "sesame")
+    monkeypatch.setattr(service, "api_key", "sesame")
     assert refused() == (401, "authentication_error", "error")
 
 
 @pytest.mark.parametrize("path", ["messages/count_tokens", "chat/completions"])
-def test_an_x_api_key_counts_as_the_key(path, running, monkeypatch, script):
-    url, server = running
+def test_an_x_api_key_counts_as_the_key(path, url, service, monkeypatch, script):
     script.says = {"Hello": "Hi."}
-    monkeypatch.setattr(server, "api_key", "sesame")
+    monkeypatch.setattr(service, "api_key", "sesame")
     right, bearer = ("x-api-key", "sesame"), ("Authorization", "Bearer sesame")
     wrong = [("x-api-key", "open"), ("Authorization", "Bearer open"), ("x-api-key", "Bearer sesame")]
     allowed = [[right], [bearer], [right, bearer]]
@@ -417,18 +403,17 @@ def test_an_x_api_key_counts_as_the_key(path, running, monkeypatch, script):
         assert status == (200 if headers in allowed else 401), headers
 
 
-def test_too_many_requests_and_failed_ones_are_anthropic_s_errors(running, script, monkeypatch):
-    url, server = running
+def test_too_many_requests_and_failed_ones_are_anthropic_s_errors(url, service, script, monkeypatch):
     script.says = {"Hello": "Hi."}
     with monkeypatch.context() as patch:
-        patch.setattr(server, "num_samples", server.max_samples)
+        patch.setattr(service, "num_samples", service.max_samples)
         error = post(url, "messages", **HELLO)
         assert error["error"]["type"] == "overloaded_error"
 
     def fail(*args):
         raise RuntimeError
 
-    monkeypatch.setattr(server.engine.llm_engine.runner, "launch", fail)
+    monkeypatch.setattr(service.engine.llm_engine.runner, "launch", fail)
     error = http.post(f"{url}/v1/messages", json=HELLO)
     assert (error.status_code, error.json()["error"]["type"]) == (500, "api_error")
     (event,) = events_of(url, HELLO)

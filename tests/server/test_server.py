@@ -13,7 +13,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from copy import copy
 from dataclasses import fields
 from pathlib import Path
 
@@ -28,7 +27,7 @@ import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.server import process as server
 from nanoengine.server.app import make_app
-from nanoengine.server.openai_api import ChatRequest, to_json
+from nanoengine.server.openai_api import to_json
 from nanoengine.server.process import make_parser
 from nanoengine.server.service import Service, names_of
 from tests.helpers import DEMO
@@ -141,10 +140,12 @@ def test_logprobs_can_name_tokens_by_their_ids(url):
     assert choice["logprobs"]["tokens"] == names
     assert all(x in top for x, top in zip(names[1:], choice["logprobs"]["top_logprobs"][1:], strict=True))
     assert all(key.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"][1:] for key in top)
-    asked |= {"messages": QUESTION, "logprobs": True, "top_logprobs": 2}
+    asked |= {"messages": QUESTION, "logprobs": True, "top_logprobs": 2, "forced_token_ids": [72, 105]}
     (choice,) = post(url, "chat/completions", **asked)["choices"]
+    assert choice["token_ids"][:2] == [72, 105]
     for token_id, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
-        assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{token_id}"
+        assert entry["token"] == f"token_id:{token_id}"
+        assert all(one["token"].startswith("token_id:") for one in entry["top_logprobs"])
 
 
 def test_request_ids_truncated_prompts_and_empty_messages_are_supported(url, service):
@@ -246,13 +247,6 @@ def test_sampling_parameters_mean_the_same_as_offline(params, url, llm):
     for choice, output in zip(choices, expected.outputs, strict=True):
         for name in ("token_ids", "text", "stop_reason"):
             assert choice[name] == getattr(output, name)
-
-
-def test_a_chat_takes_forced_tokens_and_reports_their_log_probabilities(url):
-    asked = {"messages": QUESTION, "forced_token_ids": [72, 105, 33], "logprobs": True, "max_tokens": 4}
-    choice = post(url, "chat/completions", **asked, return_tokens_as_token_ids=True)["choices"][0]
-    tokens = [one["token"] for one in choice["logprobs"]["content"]]
-    assert tokens[:3] == ["token_id:72", "token_id:105", "token_id:33"]
 
 
 def test_a_second_question_with_the_same_beginning_reports_cached_tokens(client):
@@ -365,35 +359,76 @@ BAD_VALUES: dict[str, list] = {
     "priority": [1],
     "prompt": ["", [], None, [10**9], [1, "a"], [[1], []], "\ud800", "word " * 3000, ["a"] * 2000],
     **{name: [1] for name in ("temprature", "output_kind", "suffix")},
-    "tools": [[{}]],
     "structured_outputs": [5],
     "messages": [[], "hello", ["hello"], [{"content": "hello"}], *map(said, (5, IMAGE, "word " * 3000))],
 }
-REFUSED = [
-    *(({name: value}, name) for name, values in BAD_VALUES.items() for value in values),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ({"allowed_token_ids": [64], "bad_words": ["a"]}, "min_tokens"),
-    ({"stream": True, "stream_options": {"x": True}}, "stream_options"),
-    ({"messages": QUESTION, "top_logprobs": 2}, "top_logprobs"),
-    ({"messages": QUESTION, "logprobs": True, "top_logprobs": 21}, "logprobs"),
-    ({"messages": QUESTION, "logprobs": 1}, "logprobs"),
-    ({"messages": QUESTION, "chat_template": "{{ 1 }}"}, "chat_template"),
-    ({"messages": QUESTION, "request_id": "x" * 201}, "request_id"),
-    ({"messages": QUESTION, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-    ({"messages": QUESTION, "echo": True}, "echo"),
-    ({"messages": QUESTION, "reasoning_effort": 5}, "reasoning_effort"),
+TOOL: dict = {"function": {"name": "f", "parameters": {"properties": {"c": {}}, "required": ["c"]}}}
+ENDLESS_TOOL = {
+    "function": {"name": "f", "parameters": {"properties": {"c": {"$ref": "#"}}, "required": ["c"]}}
+}
+NO_ARGUMENTS: tuple = 5, 0, {"type": "string"}, {"properties": [1]}
+# fields of a chat, the name of the wrong one, and what the message says
+REFUSED_CHATS: list[tuple[dict, str, str]] = [
+    ({"top_logprobs": 2}, "top_logprobs", ""),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs", ""),
+    ({"logprobs": 1}, "logprobs", ""),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", ""),
+    ({"request_id": "x" * 201}, "request_id", ""),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", ""),
+    ({"echo": True}, "echo", ""),
+    ({"reasoning_effort": 5}, "reasoning_effort", ""),
+    ({"tools": 5}, "tools", "tools must be a list"),
+    ({"tools": [{}]}, "tools", "tools must hold"),
+    *(
+        ({"tools": [{"function": {"name": "f", "parameters": one}}]}, "tools", "the JSON schema of an object")
+        for one in NO_ARGUMENTS
+    ),
+    ({"tools": [{"type": "web", **TOOL}]}, "tools", '"type": "function"'),
+    ({"tools": [ENDLESS_TOOL], "tool_choice": "required"}, "tools", "no finite text"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "x", "name": "f"}}, "tool_choice", "must be none, auto"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "required or one of"),
+    ({"tools": [TOOL], "tool_choice": {"function": {"name": "sub"}}}, "tool_choice", "one of ['f']"),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        *("tool_choice", "excludes other"),
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format", "response_format must be"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema with a schema"),
+    (
+        {"response_format": {"type": "json_object", "schema": {"not": {}}}},
+        "response_format",
+        "Unimplemented keys",
+    ),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "b"}},
+        *("structured_outputs", "cannot be combined"),
+    ),
+    ({"structured_outputs": {"foo": 1}}, "structured_outputs", "no field 'foo'"),
+    ({"logits_processors": ["os:system"]}, "logits_processors", "has no argument 'logits_processors'"),
+    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages", "tool_calls must hold"),
+]
+REFUSED: list[tuple[dict, str, str]] = [
+    *(({name: value}, name, "") for name, values in BAD_VALUES.items() for value in values),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
+    ({"allowed_token_ids": [64], "bad_words": ["a"]}, "min_tokens", ""),
+    ({"stream": True, "stream_options": {"x": True}}, "stream_options", ""),
+    *(({"messages": QUESTION, **fields}, param, said) for fields, param, said in REFUSED_CHATS),
 ]
 
 
-@pytest.mark.parametrize(("changes", "param"), REFUSED, ids=[f"{i}-{r[1]}" for i, r in enumerate(REFUSED)])
-def test_a_bad_request_is_refused_by_its_field(changes, param, url):
+@pytest.mark.parametrize(
+    ("changes", "param", "message"), REFUSED, ids=[f"{i}-{row[1]}" for i, row in enumerate(REFUSED)]
+)
+def test_a_bad_request_is_refused_by_its_field(changes, param, message, url):
     is_chat = "messages" in changes
     body = json.dumps({"max_tokens": 1, **({} if is_chat else {"prompt": "a"}), **changes})
     path = "chat/completions" if is_chat else "completions"
     answer = http.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
-    assert is_chat or param in error["message"]
+    assert (message if is_chat else param) in error["message"]
     assert len(error["message"]) <= 1000
 
 
@@ -476,15 +511,6 @@ def test_a_file_or_directory_is_served_under_its_name_and_its_path(tmp_path, url
     assert service.names == [tmp_path.name, str(tmp_path)]
     for name, status in ((str(tmp_path), 200), (tmp_path.name, 200), ("demo", 404)):
         assert http.get(f"{url}/v1/models/{name}").status_code == status
-
-
-def test_reasoning_effort_is_a_variable_of_the_template(llm):
-    tokenizer = copy(llm.get_tokenizer())
-    for template in ("{{ reasoning_effort }}", "a"):
-        tokenizer.chat_template = template
-        for asked, expected in (("low", "low"), (None, ""), ("none", "")):
-            request = ChatRequest(messages=QUESTION, reasoning_effort=asked)
-            assert request.render(tokenizer)["prompt"] == (expected if template != "a" else "a")
 
 
 def test_max_tokens_beyond_max_model_len_are_clamped(url):
