@@ -16,7 +16,9 @@ import pytest
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
+import tokenizers.normalizers
 import tokenizers.pre_tokenizers
+import tokenizers.processors
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -460,6 +462,21 @@ def byte_tokenizer(words: tuple[str, ...] = (), model: str = "") -> transformers
     backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in special.split()])
     backend.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in others.split()])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def metaspace_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer like Llama 2's: a visible space before words, a byte fallback, and a BOS."""
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    vocabulary |= {word: 257 + i for i, word in enumerate(words)}
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    backend, normalizers, decoders = tokenizers.Tokenizer(model), tokenizers.normalizers, tokenizers.decoders
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1, right=0)])
+    backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in ("<s>", "</s>")])
+    bos = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def _byte_alphabet() -> tuple[list[str], list[int]]:

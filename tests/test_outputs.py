@@ -8,8 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nanoengine.detokenizer import Detokenizer, TokenTexts
 from nanoengine.sampling_params import SamplingParams
-from tests.helpers import byte_tokenizer
+from tests.helpers import byte_tokenizer, metaspace_tokenizer
 
+SENTENCEPIECE = metaspace_tokenizer(["▁Hello", "▁world", "▁a", "b", "c", "▁", "!", "▁caf"]).backend_tokenizer
 TEXT = "The quick brown fox jumps over the lazy dog — café, naïve, 日本語, 🙂🙃! " * 3
 
 
@@ -90,13 +91,13 @@ def test_first_stop_string_in_the_text_wins(tokenizer):
     assert detokenizer.text == "q"
 
 
-def test_decoding_continues_after_an_invalid_byte_fallback_prefix(sentencepiece_like):
+def test_decoding_continues_after_an_invalid_byte_fallback_prefix():
     """A character, half a character, then a word: tokenizers' stream calls this an invalid prefix."""
     rng = random.Random(0)
-    prompt, *end = (sentencepiece_like.token_to_id(token) for token in ("▁", "▁world", "!"))
-    broken = [0x41 + 1, 0xE2 + 1, sentencepiece_like.token_to_id("▁a")]
+    prompt, *end = (SENTENCEPIECE.token_to_id(token) for token in ("▁", "▁world", "!"))
+    broken = [0x41 + 1, 0xE2 + 1, SENTENCEPIECE.token_to_id("▁a")]
     for ids in [broken, *([rng.randrange(1, 265) for _ in range(60)] for _ in range(50))]:
-        assert fed(sentencepiece_like, ids + end, [prompt]).text.endswith("world!")
+        assert fed(SENTENCEPIECE, ids + end, [prompt]).text.endswith("world!")
 
 
 def test_cached_texts_of_tokens_change_no_text(tokenizer):
@@ -130,24 +131,12 @@ def test_only_the_end_of_the_text_is_searched_for_stop_strings(tokenizer):
         assert len(detokenizer.held_back) <= 9
 
 
-@pytest.fixture(scope="module")
-def sentencepiece_like() -> Tokenizer:
-    """Return a tokenizer with a visible space before words and a byte fallback, as in Llama 2."""
-    words = ["▁Hello", "▁world", "▁a", "b", "c", "▁", "!", "▁caf"]
-    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
-    vocabulary |= {word: 257 + i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1, right=0)])
-    return tokenizer
-
-
-def test_leading_space_of_the_output_is_kept(sentencepiece_like):
-    ids = [sentencepiece_like.token_to_id(token) for token in ("▁world", "!", "▁caf")]
+def test_leading_space_of_the_output_is_kept():
+    ids = [SENTENCEPIECE.token_to_id(token) for token in ("▁world", "!", "▁caf")]
     ids += [byte + 1 for byte in "é 日".encode()]
-    prompt = [sentencepiece_like.token_to_id(token) for token in ("▁Hello", "▁a", "b", "c")]
+    prompt = [SENTENCEPIECE.token_to_id(token) for token in ("▁Hello", "▁a", "b", "c")]
     for given in (prompt, prompt[:1], prompt * 3):
-        assert fed(sentencepiece_like, ids, given).text == " world! café 日"
+        assert fed(SENTENCEPIECE, ids, given).text == " world! café 日"
 
 
 @pytest.mark.parametrize("stop", [None, ["never said"]])

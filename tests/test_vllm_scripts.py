@@ -12,9 +12,11 @@ import re
 
 import pytest
 
-from nanoengine import LLM, AsyncLLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, unknown_arguments
+from nanoengine import LLM, AsyncLLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from nanoengine.config import NULLABLE
 from nanoengine.flags import FlexibleArgumentParser
 from nanoengine.metrics import Histogram
+from nanoengine.unknown_arguments import ENGINE_IGNORES, INSTEAD
 from tests.helpers import finish
 
 PROMPTS = ["Hello, my name is", "The president of", "The capital of Franc", "The future of A"]
@@ -36,22 +38,14 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 def test_settings_of_vllm_that_change_nothing_are_accepted():
-    """The old signature's arguments at their defaults, and what offline benchmarks pass."""
-    settings = {
-        **dict.fromkeys(("tokenizer", "quantization", "revision", "tokenizer_revision", "seed", "hf_token")),
-        **dict.fromkeys(("enforce_eager", "hf_overrides", "mm_processor_kwargs", "compilation_config")),
-        **dict.fromkeys(("max_num_seqs", "enable_prefix_caching", "download_dir", "speculative_config")),
-        **dict.fromkeys(("skip_tokenizer_init", "trust_remote_code", "disable_async_output_proc"), False),
-        **dict.fromkeys(("disable_custom_all_reduce", "enable_lora", "enable_expert_parallel"), False),
-        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1),
-        **dict.fromkeys(("tokenizer_mode", "dtype", "task", "kv_cache_dtype", "generation_config"), "auto"),
-        **{"swap_space": 4, "cpu_offload_gb": 0, "max_seq_len_to_capture": 8192, "disable_log_stats": True},
-        **{"gpu_memory_utilization": 0.9, "allowed_local_media_path": "", "enable_chunked_prefill": True},
-        **{"max_logprobs": 20, "limit_mm_per_prompt": {"image": 0, "video": 0}, "max_loras": 1},
-    }
-    assert EngineArgs(model="m", **settings) == EngineArgs(model="m")
-    assert EngineArgs(model="m", runner="generate", task="auto") == EngineArgs(model="m")
+    settings = dict.fromkeys((*NULLABLE, "tokenizer", "quantization", "hf_overrides", "speculative_config"))
+    settings |= dict.fromkeys(ENGINE_IGNORES, 4) | dict.fromkeys(("dtype", "kv_cache_dtype", "task"), "auto")
+    assert EngineArgs(model="m", runner="generate", **settings) == EngineArgs(model="m")
     assert EngineArgs(model="m", num_gpu_blocks_override=7).num_kv_blocks == 7
+    off = dict.fromkeys(("best_of", "structured_outputs", "guided_decoding", "truncate_prompt_tokens"))
+    off |= dict.fromkeys(("extra_args", "logits_processors", "thinking_token_budget"))
+    params = SamplingParams(spaces_between_special_tokens=True, flat_logprobs=False, **off)
+    assert params == SamplingParams()
 
 
 def test_changed_fields_take_effect(llm):
@@ -107,13 +101,6 @@ def test_params_can_be_copied(copied):
     assert params.max_tokens == 16
     for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
         assert (getattr(twin, name) is getattr(params, name)) == (copied is copy.copy)
-
-
-def test_params_of_vllm_that_change_nothing_are_accepted():
-    off = dict.fromkeys(("best_of", "structured_outputs", "guided_decoding", "truncate_prompt_tokens"))
-    off |= dict.fromkeys(("extra_args", "logits_processors", "thinking_token_budget"))
-    params = SamplingParams(spaces_between_special_tokens=True, flat_logprobs=False, **off)
-    assert params == SamplingParams()
 
 
 def test_no_prompts_give_no_outputs(llm):
@@ -176,20 +163,14 @@ def test_last_message_can_be_continued(llm):
 
 
 def test_args_can_be_passed_as_a_dict(alphabet):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--quantization")
-    args = parser.parse_args(["--model", alphabet, "--max-model-len", "64"])
-    settings = dataclasses.asdict(EngineArgs(**vars(args), limit_mm_per_prompt={"image": 0})) | {"seed": 3}
-    with LLM(**settings) as llm:
+    with LLM(**dataclasses.asdict(EngineArgs(alphabet, max_model_len=64)) | {"seed": 3}) as llm:
         assert texts(llm.generate("a", GREEDY)) == ["bcd"]
         assert llm.llm_engine.max_model_len == 64
 
 
 def test_every_parser_argument_is_accepted_by_an_engine_at_its_default():
     args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--model", "m"])
-    assert vars(args).keys() >= unknown_arguments.INSTEAD.keys()
+    assert vars(args).keys() >= INSTEAD.keys()
     assert (args.pipeline_parallel_size, args.enable_lora, args.tensor_parallel_size) == (1, False, 1)
     assert EngineArgs(**vars(args)) == EngineArgs.from_cli_args(args) == EngineArgs(model="m")
 
@@ -321,9 +302,6 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
         ({"quantization": "hqq"}, r"quantization must be one of \('int8', 'int4', .*\), got 'hqq'"),
         ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype must be one of \('auto', 'int8'\), got 'fp8'"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
-        ({"limit_mm_per_prompt": {"image": 1}}, "prompts are text only"),
-        ({"enable_lora": True}, "pass lora=...; the adapter is merged"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"hf_overrides": {"rope_thetta": 1e6}}, "hf_overrides has 'rope_thetta', which is not a field of"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "set it in hf_overrides"),
         ({"generation_config": "/else/where"}, "generation_config must be one of"),

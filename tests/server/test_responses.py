@@ -91,12 +91,6 @@ def test_a_stream_s_events_are_in_order_and_end_with_the_whole_response(max_outp
     assert {event.response.id for event in (events[0], events[-1])} == {events[0].response.id}
 
 
-def test_the_client_s_own_stream_helper_gathers_the_text(client):
-    with client.responses.stream(model="demo", input=QUESTION, temperature=0) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        assert stream.get_final_response().output_text == text == ANSWER
-
-
 NUMBERS = {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in "ab"}
 ADD: dict = {"type": "function", "name": "add", "description": None, "strict": True}
 ADD["parameters"] = {"type": "object", "properties": NUMBERS, "required": ["a", "b"]}

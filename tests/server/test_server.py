@@ -858,43 +858,17 @@ def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(l
         assert [line["status"] for line in lines if line["path"].startswith("/v1")] == [200, 503, 200]
 
 
-@pytest.mark.slow
-def test_the_garbage_collector_skips_what_the_command_loaded_and_threads_switch_sooner():
-    code = "import gc, sys; from nanoengine.server import process as server; "
-    code += "server.Server.run = lambda self: "
-    code += "print(gc.get_freeze_count(), len(gc.get_objects()), sys.getswitchinterval()); "
-    code += "server.main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, *COMMON]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT).stdout
-    num_frozen, num_watched, interval = map(float, printed.split())
-    assert num_frozen > 100_000
-    assert num_watched < 1000
-    assert interval == 0.001
-
-
-def is_closed(url):
-    """Whether the server has closed its engine."""
-    try:
-        return httpx.get(f"{url}/metrics", timeout=10).status_code == 503
-    except httpx.TimeoutException:  # the engine takes the question after a step, and its step is held
-        return False
-    except httpx.TransportError:  # the server is gone too
-        return True
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_command_without_a_traceback(tmp_path):
-    with held_command(tmp_path, "--drain-seconds", "0") as (process, url, release):
-        with http.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
-            pieces = stream_lines(answer)
-            next(pieces)
-            process.send_signal(signal.SIGINT)
-            wait_until(lambda: is_closed(url))
-            release()
-            *_, last = pieces
-        assert last["error"]["message"] == "the server is shutting down"
-        assert "Traceback" not in process.communicate(timeout=TIMEOUT)[1]
-        assert process.returncode == 130
+def test_the_command_prepares_its_process_and_ends_with_130_after_ctrl_c(monkeypatch):
+    """The garbage collector skips what is loaded, and threads switch sooner."""
+    log, calls = logging.getLogger("nanoengine.requests"), []
+    for name, value in (("handlers", []), ("propagate", True)):
+        monkeypatch.setattr(log, name, value)
+    monkeypatch.setattr("gc.freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr("sys.setswitchinterval", calls.append)
+    monkeypatch.setattr(server.Server, "run", lambda self: self.handle_exit(signal.SIGINT, None))
+    with pytest.raises(SystemExit) as ended:
+        server.main([*COMMON])
+    assert (ended.value.code, calls) == (130, ["freeze", 0.001])
 
 
 @pytest.mark.parametrize("stream", [True, False])

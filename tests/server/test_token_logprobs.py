@@ -4,61 +4,16 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.server.openai_api import ChatRequest, CompletionRequest
 from nanoengine.server.token_logprobs import TokenNames
-from tests.helpers import byte_tokenizer
+from tests.helpers import byte_tokenizer, metaspace_tokenizer
 
 SENTENCE = " Hello world! café 日本 \U0001f600"
-
-
-def metaspace_tokenizer():
-    """Return a tokenizer like Llama 2's: a visible space before words, a byte fallback, and a BOS."""
-    words = [
-        "▁",
-        "▁Hello",
-        "▁world",
-        "Hello",
-        "!",
-        "▁caf",
-        "c",
-        "a",
-        "f",
-        "H",
-        "e",
-        "l",
-        "o",
-        "w",
-        "r",
-        "d",
-        "日",
-    ]
-    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
-    vocabulary |= {word: 257 + i for i, word in enumerate(words)}
-    merges: list = []
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
-    prepend = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([*prepend])
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1, right=0)])
-    backend.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def trained_tokenizer(model, trainer, normalizer, pre_tokenizer, decoder):
@@ -69,12 +24,10 @@ def trained_tokenizer(model, trainer, normalizer, pre_tokenizer, decoder):
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
-TRAINING: dict[str, Any] = {
-    "show_progress": False,
-    "special_tokens": ["<unk>", "<s>", "</s>"],
-    "vocab_size": 60,
-}
-TOKENIZERS = {"metaspace": metaspace_tokenizer(), "bytes": byte_tokenizer(("Hello", " world", "日"))}
+TRAINING: dict[str, Any] = {"show_progress": False, "vocab_size": 60}
+TRAINING["special_tokens"] = ["<unk>", "<s>", "</s>"]
+WORDS = ["▁", "▁Hello", "▁world", "Hello", "!", "▁caf", *"cafHelowrd日"]
+TOKENIZERS = {"metaspace": metaspace_tokenizer(WORDS), "bytes": byte_tokenizer(("Hello", " world", "日"))}
 TOKENIZERS["unigram"] = trained_tokenizer(
     *(models.Unigram(), trainers.UnigramTrainer(unk_token="<unk>", **TRAINING), normalizers.NFKC()),
     *(pre_tokenizers.Metaspace(), decoders.Metaspace()),
@@ -154,11 +107,8 @@ def test_each_token_of_top_logprobs_has_a_name_of_its_own(kind):
         names = tokens.names(entry_of(*ids))
         assert list(names.values()) == [-1.0 - rank for rank in range(20)]
     body = CompletionRequest(prompt="a", logprobs=3, return_tokens_as_token_ids=True)
-    assert set(body.top_logprobs(entry_of(7, 200, 250), tokens)) == {
-        "token_id:7",
-        "token_id:200",
-        "token_id:250",
-    }
+    names = body.top_logprobs(entry_of(7, 200, 250), tokens)
+    assert set(names) == {"token_id:7", "token_id:200", "token_id:250"}
     assert TokenNames(None).name(5) == ""
 
 
@@ -169,9 +119,7 @@ def test_the_texts_of_tokens_joined_are_the_text(size, kind):
     tokenizer, begun, names = TOKENIZERS[kind], b"", []
     vocabulary, ids = Vocabulary(tokenizer), tokenizer(f"Hello{SENTENCE}", add_special_tokens=False).input_ids
     for i in range(0, len(ids), size):  # entries arrive a few at a time
-        entries = [
-            entry_of(one, *(other for other in (3, 40, 45) if other != one)) for one in ids[i : i + size]
-        ]
+        entries = [entry_of(one, *({3, 40, 45} - {one})) for one in ids[i : i + size]]
         begun = vocabulary.name(entries, begun)
         names += [next(iter(entry.values())).decoded_token for entry in entries]
     assert "".join(names).removeprefix(" ") == f"Hello{SENTENCE}"
