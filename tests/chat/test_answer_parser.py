@@ -385,24 +385,6 @@ def test_a_required_call_is_json_where_a_format_has_no_grammar():
         assert taken_apart(parser, text) == [("reasoning", "Hm."), CALL]
 
 
-def test_references_in_a_tool_s_schema_stay_within_it(client, script):
-    script.says = {"Hello": '<tool_call>\n{"name": "f"'}
-    properties = {"name": {"enum": [1, 2]}, "b": {"$ref": "#/properties/name"}, "c": {"$ref": "#"}}
-    parameters = {"properties": properties, "required": ["name", "b"]}
-    tool: dict = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    answer = client.chat.completions.create(
-        **{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "tools": [tool]},
-        tool_choice={"type": "function", "function": {"name": "f"}},
-        **{"temperature": 2.0, "seed": 0, "n": 6, "max_tokens": 150},
-        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
-    )
-    called = [choice.message for choice in answer.choices if choice.finish_reason == "tool_calls"]
-    assert called
-    for message in called:
-        arguments = json.loads(message.tool_calls[0].function.arguments)
-        jsonschema.validate(arguments, {"type": "object", **parameters})
-
-
 def test_structured_output_is_unchanged_content():
     text = '{"t": "<think>x</think><tool_call>{}</tool_call>", "name": "Bob"}'
     for calls in TOOL_FORMATS:

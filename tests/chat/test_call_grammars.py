@@ -1,6 +1,8 @@
 """Grammars of tool calls: calls of strict tools fit, as each format writes them, and text stays free."""
 
 import json
+import re
+from functools import partial
 
 import pytest
 
@@ -28,70 +30,36 @@ for strict_tool in (PLACE, TOTAL):
 TOOLS = [PLACE, TOTAL, FREE]
 
 
-def coder(name, arguments):
-    pieces = (
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-        for key, value in arguments.items()
-    )
-    return f"<tool_call>\n<function={name}>\n{''.join(pieces)}</function>\n</tool_call>"
+def write(text, name, given):
+    """Return a call as a model writes it: words of the text stand for the call and its parts."""
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+    pieces = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    call, dumps = {"name": name, "arguments": given}, partial(json.dumps, ensure_ascii=False)
+    words = {"@name": name, "@args": dumps(given), "@call": dumps(call), "@pieces": pieces}
+    words |= {"@dense": dumps(call, separators=(",", ":")), "@indented": dumps(call, indent=1)}
+    words["@params"] = dumps({"name": name, "parameters": given})
+    return re.sub("|".join(words), lambda found: words[found[0]], text)
 
 
-def written(given):
-    return json.dumps(given, ensure_ascii=False)
-
-
-def as_json(name, arguments, key="arguments", **style):
-    return json.dumps({"name": name, key: arguments}, ensure_ascii=False, **style)
-
-
-# name -> model of the tokens, format, how it writes a call, what may come before a call, and after it
+CODER = "<tool_call>\n<function=@name>\n@pieces</function>\n</tool_call>"
+HEADER = "<|channel|>commentary to=functions.@name <|constrain|>json<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>a = b<|end|><|start|>assistant"
+# format -> the model of the tokens, how it writes a call, what may come before a call, and after it
 WRITERS = {
-    "hermes": ("Qwen 3", lambda *call: f"<tool_call>\n{as_json(*call)}\n</tool_call>", "So: ", "\nDone."),
-    "hermes dense": (
-        "Qwen 3",
-        lambda *call: f"<tool_call>{as_json(*call, separators=(',', ':'))}</tool_call>",
-        "",
-        "",
-    ),
-    "hermes text": (
-        "",
-        lambda *call: f"<tool_call>\n{as_json(*call, indent=1)}\n</tool_call>",
-        "1 < 2 ",
-        ".",
-    ),
-    "qwen3_coder": ("Qwen 3", coder, "So:\n", "\nDone."),
-    "qwen3_coder text": ("", coder, "<tool> ", ""),
-    "mistral": ("Mistral", lambda name, given: f"[TOOL_CALLS]{name}[ARGS]{written(given)}", "So: ", ""),
-    "mistral id": (
-        "Mistral",
-        lambda name, given: f"[TOOL_CALLS]{name}[CALL_ID]a1[ARGS]{written(given)}",
-        "",
-        "",
-    ),
-    "mistral list": ("Mistral", lambda *call: f"[TOOL_CALLS] [{as_json(*call)}]", "", ""),
-    "mistral text": ("", lambda name, given: f"[TOOL_CALLS]{name}[ARGS]{written(given)}", "[TOOL] ", ""),
-    "llama3_json": ("Llama 3.1", lambda name, given: as_json(name, given, "parameters"), "", ""),
-    "llama3_json list": ("Llama 3.1", lambda name, given: f"[{as_json(name, given, 'parameters')}]", " ", ""),
-    "llama3_json tag": (
-        "Llama 3.1",
-        lambda name, given: f"<|python_tag|>{as_json(name, given, 'parameters')}",
-        "",
-        "",
-    ),
-    "harmony": (
-        "gpt-oss",
-        lambda name, given: (
-            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{written(given)}<|call|>"
-        ),
-        "<|channel|>analysis<|message|>a = b<|end|><|start|>assistant",
-        "",
-    ),
-    "harmony first": (
-        "gpt-oss",
-        lambda name, given: f" to={name}<|channel|>commentary json<|message|>{written(given)}<|call|>",
-        "",
-        "",
-    ),
+    "hermes": ("Qwen 3", "<tool_call>\n@call\n</tool_call>", "So: ", "\nDone."),
+    "hermes dense": ("Qwen 3", "<tool_call>@dense</tool_call>", "", ""),
+    "hermes text": ("", "<tool_call>\n@indented\n</tool_call>", "1 < 2 ", "."),
+    "qwen3_coder": ("Qwen 3", CODER, "So:\n", "\nDone."),
+    "qwen3_coder text": ("", CODER, "<tool> ", ""),
+    "mistral": ("Mistral", "[TOOL_CALLS]@name[ARGS]@args", "So: ", ""),
+    "mistral id": ("Mistral", "[TOOL_CALLS]@name[CALL_ID]a1[ARGS]@args", "", ""),
+    "mistral list": ("Mistral", "[TOOL_CALLS] [@call]", "", ""),
+    "mistral text": ("", "[TOOL_CALLS]@name[ARGS]@args", "[TOOL] ", ""),
+    "llama3_json": ("Llama 3.1", "@params", "", ""),
+    "llama3_json list": ("Llama 3.1", "[@params]", " ", ""),
+    "llama3_json tag": ("Llama 3.1", "<|python_tag|>@params", "", ""),
+    "harmony": ("gpt-oss", f"{HEADER}@args<|call|>", THOUGHT, ""),
+    "harmony first": ("gpt-oss", " to=@name<|channel|>commentary json<|message|>@args<|call|>", "", ""),
 }
 FITTING: list[tuple[str, dict]] = [
     ("place.more", {"kind": "né"}),
@@ -134,7 +102,7 @@ def opened():
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_calls_of_strict_tools_fit_their_schemas(name, opened):
-    _, write, before, after = WRITERS[name]
+    _, text_of_call, before, after = WRITERS[name]
     tokenizer, grammars, formats = opened(name)
     make = grammars.compile(StructuredOutputsParams(grammar=strict_calls(formats, TOOLS)))
 
@@ -145,16 +113,16 @@ def test_calls_of_strict_tools_fit_their_schemas(name, opened):
     for text in PROSE:
         assert is_allowed(text), text
     for call in FITTING:
-        assert is_allowed(before + write(*call) + after), call
+        assert is_allowed(before + write(text_of_call, *call) + after), call
     for call in OTHERS:
-        assert not is_allowed(before + write(*call) + after), call
+        assert not is_allowed(before + write(text_of_call, *call) + after), call
     if name.split()[0] in ("hermes", "llama3_json") or name == "mistral list":  # calls are objects
-        call, brace, end = write(*FITTING[0]).rpartition("}")
+        call, brace, end = write(text_of_call, *FITTING[0]).rpartition("}")
         assert not is_allowed(f'{before}{call}, "x": 1{brace}{end}{after}')
-    text = before + write(*FITTING[0])
+    text = before + write(text_of_call, *FITTING[0])
     assert not is_allowed(text[: text.index("né")]), "a call that is not over"
     if "llama" not in name and name != "harmony first":
-        assert is_allowed(before + "".join(write(*call) for call in FITTING))
+        assert is_allowed(before + "".join(write(text_of_call, *call) for call in FITTING))
     parser = AnswerParser(formats, "", TOOLS)
     found = [part.value for part in (*parser.feed(text), *parser.finish()) if part.kind == "tool_calls"]
     assert [(one["name"], json.loads(one["arguments"])) for one in found] == [FITTING[0]]
@@ -176,11 +144,8 @@ def test_a_thought_may_name_the_tag_of_a_call(opened):
     thought = "I could write <tool_call> here.</think>\n\n"
     for prompt, text in (("", f"<think>\n{thought}"), ("<think>\n", thought)):
         make = grammars.compile(ToolChoice.read(TOOLS, "auto").constrain(None, formats, prompt, True))
-        for rest, fits in (
-            ("Hi.", True),
-            (WRITERS["hermes"][1](*FITTING[2]), True),
-            ("<tool_call>Hi", False),
-        ):
+        call = write(WRITERS["hermes"][1], *FITTING[2])
+        for rest, fits in (("Hi.", True), (call, True), ("<tool_call>Hi", False)):
             assert make().catch_up(tokenizer(text + rest).input_ids) == fits
 
 
@@ -191,3 +156,18 @@ def test_a_required_call_has_only_named_arguments():
         grammar = required_calls(formats, [{"function": {"name": "f", "parameters": parameters}}, ADD], True)
         assert grammar.count('"additionalProperties": false') == 3  # of both calls, and of their arguments
         assert ("<[77]>" in grammar) == (calls == "hermes"), "a special token by its id"
+
+
+def test_references_in_a_tool_s_schema_stay_within_it(opened):
+    tokenizer, grammars, formats = opened("hermes")
+    properties = {"name": {"enum": [1, 2]}, "b": {"$ref": "#/properties/name"}, "c": {"$ref": "#"}}
+    parameters = {"properties": properties, "required": ["name", "b"]}
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    make = grammars.compile(StructuredOutputsParams(grammar=required_calls(formats, tools, True)))
+    for b, c, fits in (
+        (2, {"name": 2, "b": 1}, True),
+        (3, {"name": 2, "b": 1}, False),
+        (2, {"name": 2}, False),
+    ):
+        constraint, text = make(), write(WRITERS["hermes"][1], "f", {"name": 1, "b": b, "c": c})
+        assert (constraint.catch_up(tokenizer(text).input_ids) and constraint.matcher.is_accepting()) == fits
