@@ -47,16 +47,9 @@ VALUES: tuple[Any, ...] = (
 )
 NAMES = (
     *("quantization_config", "rope_scaling", "rope_theta", "layer_types", "sliding_window", "head_dim"),
-    *(
-        "attention_bias",
-        "text_config",
-        "torch_dtype",
-        "auto_map",
-        "alpha_pattern",
-        "use_dora",
-        "chat_template",
-    ),
-    *("added_tokens_decoder", "eos_token_id", "normalizer", "pre_tokenizer", "temperature", "x"),
+    *("attention_bias", "text_config", "torch_dtype", "auto_map", "alpha_pattern", "use_dora"),
+    *("chat_template", "added_tokens_decoder", "eos_token_id", "normalizer", "pre_tokenizer"),
+    *("temperature", "x"),
 )
 
 

@@ -228,12 +228,6 @@ def test_prompt_larger_than_the_cache_is_rejected(qwen3):
         assert tokens(llm, [[1] * 5], SamplingParams(temperature=0, max_tokens=2))[0]
 
 
-def test_generation_stops_at_max_model_len(qwen3):
-    with LLM(qwen3, num_kv_blocks=20, max_model_len=20) as llm:
-        out = llm.generate([1] * 15, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)[0]
-    assert (len(out.outputs[0].token_ids), out.outputs[0].finish_reason) == (5, "length")
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "name"),
     [

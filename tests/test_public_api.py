@@ -66,16 +66,15 @@ def test_example_prints_the_right_answers(example):
 
 def test_modules_are_imported_only_when_needed(example):
     scheduler, llm, answer, script = example[1]
-    unwanted = (
-        "transformers",
-        *(f"nanoengine.{name}" for name in ("models", "checkpoints", "llm", "requests")),
-    )
-    unwanted += tuple(f"nanoengine.backends.{name}" for name in ("cpu", "cuda", "flash", "triton"))
+
+    def ours(*names):
+        return tuple(f"nanoengine.{name}" for name in names)
+
+    unwanted = "transformers", *ours("models", "checkpoints", "llm", "requests")
+    unwanted += ours("backends.cpu", "backends.cuda", "backends.flash", "backends.triton")
     assert "nanoengine.engine" in scheduler
     assert not [name for name in scheduler if name.startswith(unwanted)]
-    unwanted = tuple(
-        f"nanoengine.{name}" for name in ("cli", "server", "extensions", "lab", "viewer", "backends.cuda")
-    )
+    unwanted = ours("cli", "server", "extensions", "lab", "viewer", "backends.cuda")
     assert "nanoengine.llm_engine" in llm
     assert not [name for name in llm if name.startswith(unwanted)]
     # transformers' own models, and what their configs import, take a second.
@@ -85,8 +84,8 @@ def test_modules_are_imported_only_when_needed(example):
     assert "nanoengine.checkpoints.download" not in script, "not needed for a local model"
     assert "llguidance" not in answer
     assert not [name for name in script if name.startswith(unwanted)]
-    ours = [name.removeprefix("nanoengine.") for name in answer if name.startswith("nanoengine.")]
-    assert sum(len(FILES[name].read_text().splitlines()) for name in ours) <= 7800
+    names = [name.removeprefix("nanoengine.") for name in answer if name.startswith("nanoengine.")]
+    assert sum(len(FILES[name].read_text().splitlines()) for name in names) <= 7800
 
 
 def test_type_checkers_see_the_public_names():
@@ -158,14 +157,8 @@ def test_only_commands_print():
         for node in nodes_of(path)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     }
-    assert printing <= {
-        "nano.py",
-        "cli/run.py",
-        "cli/chat.py",
-        "cli/bench.py",
-        "lab/simulation.py",
-        "cli/lab.py",
-    }
+    commands = {f"cli/{name}.py" for name in ("run", "chat", "bench", "lab")}
+    assert printing <= {"nano.py", "lab/simulation.py", *commands}
 
 
 def shared_state() -> dict[str, str]:

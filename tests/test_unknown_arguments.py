@@ -6,26 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine import EngineArgs, SamplingParams
+from nanoengine import EngineArgs, SamplingParams, unknown_arguments
 from nanoengine.llm import LLM
 from nanoengine.requests import read_prompt
 from nanoengine.server import responses
 from nanoengine.server.openai_api import SAMPLED, APIError, ChatRequest, sampling_fields
 from nanoengine.server.process import make_parser
-from nanoengine.unknown_arguments import (
-    ENGINE_IGNORES,
-    INSTEAD,
-    MAX_UNSERVED,
-    REQUEST_IGNORES,
-    SAMPLING_IGNORES,
-    SERVER_IGNORES,
-    refuse_unserved,
-)
+from nanoengine.unknown_arguments import INSTEAD, MAX_UNSERVED, refuse_unserved
 
 VLLM_NAMES = dict(re.findall(r"\[(\w+)\]([^[]*)", Path(__file__).with_name("vllm_names.txt").read_text()))
 NOOP: tuple[object, ...] = None, False, 0, "", [], {}
 MEANINGFUL = True, 7, "unheard-of", ["x"], {"x": 1}
-IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES}
+KINDS = "ENGINE", "SAMPLING", "SERVER", "REQUEST"
+IGNORED = {name for kind in KINDS for name in getattr(unknown_arguments, f"{kind}_IGNORES")}
 # Names of vLLM that the rule takes for typos of served ones
 TYPOS = "long_prefill_token_threshold_adaptive", "max_num_scheduled_tokens", "reasoning_parser_plugin"
 
