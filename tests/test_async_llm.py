@@ -1,6 +1,7 @@
 """`AsyncLLM`: many consumers, cancellation, slow consumers, errors, shutdown."""
 
 import asyncio
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -140,16 +141,18 @@ def test_objects_in_engine_args_are_not_copied(qwen3, expected):
     assert listener.given
 
 
-@pytest.mark.parametrize("asked", [{}, {"structured_outputs": {"regex": "a+"}}])
-@pytest.mark.parametrize("prompt", ["Hello", {"prompt": "Hello"}, [5, 6]])
-def test_prompt_is_checked_once_in_a_thread_of_its_own(prompt, asked, monkeypatch):
+def test_prompt_is_checked_once_in_a_thread_of_its_own(monkeypatch):
     async def main():
         async with AsyncLLM(str(DEMO), num_kv_blocks=100) as engine:
             threads = threads_of_checks(monkeypatch, engine.llm_engine.checker)
-            await collect(engine, prompt, SamplingParams(max_tokens=3, **asked), "x")
-            assert [len(threads["checked"]), len(threads["tokenized"])] == [1, int(prompt != [5, 6])]
-            others = {engine._thread, threading.current_thread()}
-            assert not others.intersection(threads["checked"] + threads["tokenized"])
+            for asked, prompt in itertools.product(
+                [{}, {"structured_outputs": {"regex": "a+"}}], ["Hello", {"prompt": "Hello"}, [5, 6]]
+            ):
+                threads |= {"checked": [], "tokenized": []}
+                await collect(engine, prompt, SamplingParams(max_tokens=3, **asked), "x")
+                assert [len(threads["checked"]), len(threads["tokenized"])] == [1, int(prompt != [5, 6])]
+                others = {engine._thread, threading.current_thread()}
+                assert not others.intersection(threads["checked"] + threads["tokenized"])
 
     asyncio.run(main())
 

@@ -81,7 +81,7 @@ SCHEDULES = {
 SCHEDULES |= {f"preempted, blocks of {n}": {"block_size": n, "num_kv_blocks": 128 // n} for n in (1, 4, 16)}
 
 
-AT_LENGTH = "cache", "budget of 1", "blocks of 2", "blocks of 7", "three at a time", "preempted, blocks of 4"
+AT_LENGTH = "cache", "budget of 1", "blocks of 2", "blocks of 7", "one at a time", "preempted, blocks of 4"
 
 
 @pytest.mark.parametrize(

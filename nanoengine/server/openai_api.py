@@ -34,7 +34,6 @@ MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searche
 SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
 SAMPLED -= {"detokenize", "logits_processors", "output_kind"}
 
-
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -57,17 +56,16 @@ class APIError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
     ) -> None:
-        super().__init__(message)
+        super().__init__(message[:1000])  # it may quote a long request
         self.status, self.param = status, param
         self.code = code or ("invalid_request" if status < 500 else "server_error")
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
     @property
     def content(self) -> dict[str, Any]:
-        """The error in OpenAI's shape. A message that quotes a long request is cut."""
+        """The error in OpenAI's shape."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        message = str(self)[:1000]
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def messages_content(self) -> dict[str, Any]:
@@ -75,7 +73,7 @@ class APIError(Exception):
         kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
         other = "invalid_request_error" if self.status < 500 else "api_error"
         kind = kinds.get(self.status, "overloaded_error" if self.status == 503 else other)
-        return {"type": "error", "error": {"type": kind, "message": str(self)[:1000]}}
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
     def response(self, path: str) -> Response:
         """Return the error as a response of the API that has this path, if no answer has begun."""
@@ -101,9 +99,7 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
         raise APIError(400, str(error), param=first if known else param) from None
 
 
-def sampling_fields(
-    body: BaseModel, sampled: Set[str] = frozenset(), ignored: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def sampling_fields(body: BaseModel, sampled: Set[str], ignored: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a request's fields in `sampled` that are not null. Raises APIError for another one."""
     extra, found = body.model_extra or {}, dict[str, Any]()
     served, ignored = sampled | type(body).model_fields.keys(), ignored + SAMPLING_IGNORES + REQUEST_IGNORES

@@ -219,7 +219,7 @@ class ResponseStream:
 
     def failure(self, error: APIError) -> dict[str, Any]:
         """Return the event of a failure. It replaces the events of `end`."""
-        return self._event("error", code=error.code, message=str(error)[:1000], param=error.param)
+        return self._event("error", code=error.code, message=str(error), param=error.param)
 
     def _open(self, is_thought: bool = False) -> Iterator[dict[str, Any]]:
         """Begin a message or a thought, unless it is open already."""

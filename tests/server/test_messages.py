@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from nanoengine.server.messages import SIGNATURE, CountRequest, MessageStream
 from nanoengine.server.request_guard import Ticket
-from tests.helpers import DEMO
+from tests.helpers import DEMO, failing_calls
 from tests.serving import TEMPLATE, held_steps, http, post, scripted
 
 # Also shows the reasoning of earlier messages
@@ -206,7 +206,7 @@ def test_an_answer_goes_on_from_the_assistant_s_text(url, script):
 @pytest.mark.parametrize(
     ("thinking", "expected"),
     [
-        (None, "undefined"),
+        (None, ""),
         ({"type": "enabled", "budget_tokens": 31999}, "True"),
         ({"type": "adaptive", "display": "summarized"}, "True"),
         ({"type": "disabled"}, "False"),
@@ -214,9 +214,7 @@ def test_an_answer_goes_on_from_the_assistant_s_text(url, script):
 )
 def test_thinking_is_turned_on_and_off(thinking, expected):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = (
-        "{{ messages[0].content }}{{ enable_thinking if enable_thinking is defined else 'undefined' }}"
-    )
+    tokenizer.chat_template = "{{ messages[0].content }}{{ enable_thinking }}"
     found = CountRequest(messages=HELLO["messages"], thinking=thinking).chat().render(tokenizer)["prompt"]
     assert found == "Hello" + expected
 
@@ -407,14 +405,8 @@ def test_too_many_requests_and_failed_ones_are_anthropic_s_errors(url, service, 
     script.says = {"Hello": "Hi."}
     with monkeypatch.context() as patch:
         patch.setattr(service, "num_samples", service.max_samples)
-        error = post(url, "messages", **HELLO)
-        assert error["error"]["type"] == "overloaded_error"
-
-    def fail(*args):
-        raise RuntimeError
-
-    monkeypatch.setattr(service.engine.llm_engine.runner, "launch", fail)
-    error = http.post(f"{url}/v1/messages", json=HELLO)
-    assert (error.status_code, error.json()["error"]["type"]) == (500, "api_error")
-    (event,) = events_of(url, HELLO)
-    assert event == error.json()
+        assert post(url, "messages", **HELLO)["error"]["type"] == "overloaded_error"
+    with failing_calls(service.engine.llm_engine.runner, "launch", range(99)):
+        error = http.post(f"{url}/v1/messages", json=HELLO)
+        assert (error.status_code, error.json()["error"]["type"]) == (500, "api_error")
+        assert events_of(url, HELLO) == [error.json()]
