@@ -22,6 +22,7 @@ import tokenizers.processors
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import nanoengine
 from nanoengine import LLM
@@ -450,7 +451,7 @@ def byte_tokenizer(words: tuple[str, ...] = (), model: str = "") -> transformers
 
     The tokens that a model of `ADDED_TOKENS` adds come last.
     """
-    symbols = {byte: symbol for symbol, byte in zip(*_byte_alphabet(), strict=True)}
+    symbols = bytes_to_unicode()  # GPT-2's printable stand-ins for bytes
     vocabulary = {symbols[byte]: byte for byte in range(256)} | {"<eos>": 256}
     for word in words:
         vocabulary["".join(symbols[byte] for byte in word.encode(errors="surrogateescape"))] = len(vocabulary)
@@ -477,13 +478,6 @@ def metaspace_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFas
     bos = ("<s>", backend.token_to_id("<s>"))
     backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-
-
-def _byte_alphabet() -> tuple[list[str], list[int]]:
-    """Return GPT-2's printable stand-ins for bytes, and the bytes that they stand for."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))], printable + others
 
 
 def table_checkpoint(

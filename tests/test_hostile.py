@@ -12,6 +12,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -306,12 +307,8 @@ def test_threads_may_use_an_engine_one_after_another(babbler):
         expected = answers(llm.generate("a", SEEDED, use_tqdm=False))
         assert answers(in_a_thread(lambda: llm.generate("a", SEEDED, use_tqdm=False))) == expected
         llm.add_request("mine", "a", SEEDED)
-        for call in (
-            lambda: llm.add_request("theirs", "b", SEEDED),
-            llm.step,
-            llm.close,
-            lambda: llm.abort_request("mine"),
-        ):
+        add, abort = partial(llm.add_request, "theirs", "b", SEEDED), partial(llm.abort_request, "mine")
+        for call in (add, llm.step, llm.close, abort):
             assert "AsyncLLM" in str(in_a_thread(call))
         llm.abort_request("mine")
         assert in_a_thread(lambda: llm.add_request("unfinished", "b", SEEDED)) is None

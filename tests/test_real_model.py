@@ -62,12 +62,8 @@ def test_tokens_and_the_template_are_those_of_transformers(llm):
     # transformers ignores that the file names "smollm": SmolLM2's tokenizer.json splits digits first.
     steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    texts = [
-        *TOPICS[:60],
-        "12345 naïve café 日本語 🙂\n\n\tdef f(x):\n    return x",
-        "<|im_start|>user\nHi<|im_end|>",
-    ]
-    for text in texts:
+    texts = "12345 naïve café 日本語 🙂\n\n\tdef f(x):\n    return x", "<|im_start|>user\nHi<|im_end|>"
+    for text in (*TOPICS[:60], *texts):
         ids = ours(text).input_ids
         assert ids == theirs(text).input_ids
         assert ours.decode(ids) == theirs.decode(ids)

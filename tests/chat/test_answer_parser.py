@@ -50,15 +50,9 @@ HARMONY = ("harmony", "harmony", "")
 # The model's texts that are one thing
 TEXTS: dict[tuple, tuple[str, ...]] = {
     HERMES: (
-        *(
-            'x <tool_call>{"name": "add", "argu',
-            "<tool_call>\n[1]</tool_call> y",
-            "<tool_call>[]</tool_call>",
-        ),
-        *(
-            '<tool_call>{"name": 5}</tool_call>',
-            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-        ),
+        *("<tool_call>\n[1]</tool_call> y", "<tool_call>[]</tool_call>", 'x <tool_call>{"name": "add", "ar'),
+        '<tool_call>{"name": 5}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
     ),
     THINKER: ("No <b>tags</b>, 1 < 2", ON_TAGS, f"```\n<think>\n{ON_TAGS}"),  # a thought is at the start only
     NO_THOUGHT: (f"<think>{ON_TAGS}</think>",),
