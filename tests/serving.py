@@ -151,13 +151,11 @@ class Steps:
 
     def __init__(self):
         self.num_begun = self.num_permitted = 0
-        self.priorities = []  # of the sequences that each step computed
         self._permits = threading.Semaphore(0)
 
     def begin(self, batch):
         """Wait for a permit, in the engine's thread."""
         self.num_begun += 1
-        self.priorities += [chunk.seq.priority for chunk in batch.chunks]
         assert self._permits.acquire(timeout=TIMEOUT)
 
     def permit(self, number=10**4):  # the release of each takes a microsecond

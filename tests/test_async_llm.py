@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
-from tests.helpers import DEMO, random_prompts
+from tests.helpers import DEMO, VOCAB, random_prompts
 from tests.serving import TIMEOUT, held_steps, threads_of_checks, until
 
-GREEDY = SamplingParams(temperature=0, max_tokens=20)
-ENDLESS = SamplingParams(temperature=0, max_tokens=400)
-DELTA = SamplingParams(temperature=0, max_tokens=20, output_kind=RequestOutputKind.DELTA)
+SAMPLING: dict = {"temperature": 0, "max_tokens": 20}
+GREEDY, ENDLESS = SamplingParams(**SAMPLING), SamplingParams(temperature=0, max_tokens=400)
+DELTA = SamplingParams(**SAMPLING, output_kind=RequestOutputKind.DELTA)
 SETTINGS = {"block_size": 16, "num_kv_blocks": 60}
 
 
@@ -119,12 +119,17 @@ class Listener:
 
 
 @with_engine
-async def test_logits_processors_are_not_copied(engine, prompts, tokens):
-    listener = Listener()
-    params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[listener.process])
+async def test_params_are_copied_when_a_request_begins_but_not_its_logits_processors(engine, prompts, tokens):
+    listener, may_check, check = Listener(), threading.Event(), engine.llm_engine.check
+    params = SamplingParams(**SAMPLING, stop_token_ids=[VOCAB - 1], logits_processors=[listener.process])
+    engine.llm_engine.check = lambda *request: may_check.wait(TIMEOUT) and check(*request)
     answer = asyncio.create_task(collect(engine, prompts[0], params, "a"))
     await asyncio.sleep(0)  # the request has begun
-    params.logits_processors.clear()  # too late for it
+    del engine.llm_engine.check
+    params.max_tokens = 1  # too late for it
+    params.stop_token_ids.append(tokens[0][5])
+    params.logits_processors.clear()
+    may_check.set()
     assert await answer == tokens[0]
     assert listener.given == [*range(20)]
 
@@ -209,6 +214,9 @@ async def test_bad_requests_and_duplicate_ids_raise_in_their_caller(engine, prom
     for bad in ([], [], []):
         with pytest.raises(ValueError, match="prompt is empty"):
             await collect(engine, bad, GREEDY, "a")
+    for setting in ("lora_request", "lora_reqest"):
+        with pytest.raises((ValueError, TypeError), match=setting):
+            await anext(engine.generate(prompts[0], GREEDY, "a", **{setting: "an adapter"}))
     with held_steps(engine) as steps:
         running = asyncio.create_task(collect(engine, prompts[0], GREEDY, "a"))
         await until(lambda: steps.is_held)

@@ -4,7 +4,6 @@ The tiny checkpoint `alphabet` continues the alphabet from the last letter of th
 """
 
 import argparse
-import asyncio
 import copy
 import dataclasses
 import pickle
@@ -12,7 +11,7 @@ import re
 
 import pytest
 
-from nanoengine import LLM, AsyncLLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from nanoengine import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from nanoengine.config import NULLABLE
 from nanoengine.flags import FlexibleArgumentParser
 from nanoengine.metrics import Histogram
@@ -235,36 +234,6 @@ def test_the_llm_engine_example(babbler):
         finished += [output for output in engine.step() if output.finished]
     engine.shutdown()
     assert {output.request_id: len(output.outputs) for output in finished} == {"0": 1, "1": 1, "2": 2}
-
-
-def test_async_request_keeps_its_params_while_it_waits(alphabet):
-    async def main():
-        async with AsyncLLM(alphabet, max_concurrent_requests=1) as engine:
-            first = engine.generate("a", SamplingParams(temperature=0, max_tokens=20), "first")
-            await anext(first)
-            params = SamplingParams(temperature=0, max_tokens=4, stop=["q"])
-            second = asyncio.create_task(last_text(engine.generate("a", params, "second")))
-            await asyncio.sleep(0)  # it waits until the first ends
-            params.max_tokens = 1
-            params.stop.append("b")
-            await first.aclose()
-            return await second
-
-    async def last_text(generator):
-        return [output.outputs[0].text async for output in generator][-1]
-
-    assert asyncio.run(main()) == "bcde"
-
-
-def test_bad_async_request_does_not_affect_others(alphabet):
-    async def main():
-        async with AsyncLLM(alphabet) as engine:
-            for setting in ("lora_request", "lora_reqest"):
-                with pytest.raises((ValueError, TypeError), match=setting):
-                    await anext(engine.generate("a", GREEDY, "bad", **{setting: "an adapter"}))
-            return [output async for output in engine.generate("a", GREEDY, "good", lora_request=None)][-1]
-
-    assert asyncio.run(main()).outputs[0].text == "bcd"
 
 
 def test_metrics_count_by_reason_label_and_bucket(alphabet):

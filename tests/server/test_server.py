@@ -636,20 +636,6 @@ def guarded():
 KEY = {"Authorization": "Bearer gehéim".encode()}
 
 
-def test_a_lower_priority_number_is_answered_first():
-    engine = AsyncLLM(str(DEMO), num_kv_blocks=50, max_num_seqs=1, scheduling_policy="priority")
-    asked = {"prompt": "a", "max_tokens": 8, "ignore_eos": True}
-    with served(engine) as (url, service), ThreadPoolExecutor(4) as pool, held_steps(service.engine) as steps:
-        answers = []
-        for num_waiting, priority in enumerate((0, 7, 3, 5)):  # the first is in its step, the others wait
-            body = asked | {"priority": priority}
-            answers.append(pool.submit(http.post, f"{url}/v1/completions", json=body))
-            wait_until(lambda num=num_waiting: steps.is_held and engine._commands.qsize() == num)
-        steps.permit()
-        assert [answer.result().status_code for answer in answers] == [200] * 4
-    assert [*dict.fromkeys(steps.priorities)] == [0, 3, 5, 7]
-
-
 @pytest.mark.parametrize("key", [b"", b"Bearer", b"Bearer x", b"Bearer gehim", b"Basic gehim", b"\xff\xfe"])
 def test_only_the_page_and_health_need_no_key(key, guarded):
     url, _ = guarded
