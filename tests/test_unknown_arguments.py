@@ -83,6 +83,8 @@ def test_vllm_name_with_noop_value_is_accepted(of):
         ("SAMPLING", {"thinking_token_budget": 0}),
         ("SAMPLING", {"best_of": 3}),
         ("CHAT", {"include_reasoning": False}),
+        ("CHAT", {"modalities": ["text", "audio"]}),
+        ("CHAT", {"length_penalty": 2.0}),
         ("RESPONSES", {"truncation": "auto"}),
     ],
 )

@@ -1,6 +1,5 @@
 """The server, by real clients over real sockets. What it answers is what the offline engine answers."""
 
-import asyncio
 import itertools
 import json
 import logging
@@ -26,7 +25,6 @@ from transformers import PreTrainedTokenizerFast
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.server import process as server
-from nanoengine.server.app import make_app
 from nanoengine.server.openai_api import to_json
 from nanoengine.server.process import make_parser
 from nanoengine.server.service import Service, names_of
@@ -40,7 +38,6 @@ from tests.serving import (
     http,
     is_empty,
     num_running,
-    paced_steps,
     post,
     post_in_bytes,
     served,
@@ -203,29 +200,6 @@ def test_the_server_describes_itself_and_allowed_origins_may_call_it(llm):
         Service(engine, chat_template="/no/where")
     with pytest.raises(ValueError, match="api_key must not be empty"):
         Service(None, api_key="")
-
-
-def test_a_stream_is_the_same_over_each_version_of_http_and_under_another_server(url, service):
-    """Only with HTTP/1.1 and our server, its pieces are written past ASGI, in chunks."""
-    asked = {"prompt": "a b c", "max_tokens": 9, "temperature": 0, "stream": True, "request_id": "r"}
-    asked["ignore_eos"] = True
-
-    async def under_another_server():
-        transport = httpx.ASGITransport(make_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return (await client.post("/v1/completions", json=asked)).content
-
-    def without_time(text):
-        return re.sub(rb'"created":\d+', b"", text)
-
-    request = post_in_bytes("/v1/completions", json.dumps(asked).encode())
-    with paced_steps(service.engine), connected(url) as client:
-        expected = without_time(http.post(f"{url}/v1/completions", json=asked).content)
-        assert expected.count(b"data: {") == 9
-        client.sendall(request.replace(b"HTTP/1.1", b"HTTP/1.0"))
-        answer = b"".join(iter(lambda: client.recv(65536), b""))
-        assert without_time(answer.partition(b"\r\n\r\n")[2]) == expected
-        assert without_time(asyncio.run(under_another_server())) == expected
 
 
 @pytest.mark.parametrize(
