@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -821,28 +821,19 @@ def test_the_command_prepares_its_process_and_ends_with_130_after_ctrl_c(monkeyp
     assert (ended.value.code, calls) == (130, ["freeze", 0.001])
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_requests_that_outlast_drain_seconds_end_with_an_error(stream):
-    engine, asked = AsyncLLM(str(DEMO), num_kv_blocks=100), {**LONG, "stream": stream}
+def test_requests_that_outlast_drain_seconds_end_with_an_error():
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=100)
     with (
         served(engine) as (url, service),
-        ThreadPoolExecutor(1) as pool,
         held_steps(service.engine) as steps,
-        http.stream("POST", f"{url}/v1/completions", json=asked) if stream else nullcontext() as answer,
+        http.stream("POST", f"{url}/v1/completions", json=LONG) as answer,
     ):
-        if stream:
-            steps.permit(3)
-            pieces = stream_lines(answer)
-            next(pieces)
-        else:
-            refused = pool.submit(http.post, f"{url}/v1/completions", json=asked)
+        steps.permit(3)
+        pieces = stream_lines(answer)
+        next(pieces)
         wait_until(lambda: steps.is_held)
         service.server.handle_exit(signal.SIGTERM, None)
         wait_until(lambda: engine._closed)
         steps.permit()
-        if stream:
-            *_, last = pieces
-        else:
-            assert refused.result().status_code == 503
-            last = refused.result().json()
+        *_, last = pieces
         assert last["error"]["message"] == "the server is shutting down"
