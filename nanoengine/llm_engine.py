@@ -109,11 +109,7 @@ class LLMEngine:
 
     @uninterrupted()
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
-        """Validate a request completely, without changing anything.
-
-        Raises:
-            ValueError, TypeError: the request cannot be served.
-        """
+        """Validate a request without changing anything. Raises what `RequestChecker.check` raises."""
         self._check_ready()
         checked = self.checker.check(prompt, params, priority)
         return checked._replace(processors=tuple(self._processors_of(checked)))
