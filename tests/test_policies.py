@@ -145,26 +145,18 @@ class AnyDraftedChoice(AnyChoice, DraftingScheduler):
     pass
 
 
-class AnyWorld(World):
-    schedulers: ClassVar = {Scheduler: AnyChoice, DraftingScheduler: AnyDraftedChoice}
-
-
-class AnyExtended(ExtendedMachine):
-    make_world = AnyWorld
-
-
-class PriorityWorld(World):
-    schedulers: ClassVar = {Scheduler: PreemptivePriority, DraftingScheduler: DraftingScheduler}
-
-
-class PriorityExtended(ExtendedMachine):
-    make_world = PriorityWorld
-
-
 @pytest.mark.parametrize("how", IN_SECONDS)
-@pytest.mark.parametrize("machine", [AnyExtended, PriorityExtended])
-def test_any_choices_and_preemptions_for_a_priority_keep_the_laws(machine, how):
-    run_state_machine_as_test(machine, settings=how)
+@pytest.mark.parametrize(
+    ("plain", "drafting"), [(AnyChoice, AnyDraftedChoice), (PreemptivePriority, DraftingScheduler)]
+)
+def test_any_choices_and_preemptions_for_a_priority_keep_the_laws(plain, drafting, how):
+    class PolicyWorld(World):
+        schedulers: ClassVar = {Scheduler: plain, DraftingScheduler: drafting}
+
+    class PolicyMachine(ExtendedMachine):
+        make_world = PolicyWorld
+
+    run_state_machine_as_test(PolicyMachine, settings=how)
 
 
 def test_a_choice_that_a_step_has_scheduled_already_is_an_error():
