@@ -5,6 +5,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, processors, trainers
 from tokenizers import normalizers as norm
 from tokenizers import pre_tokenizers as pre
@@ -12,27 +13,12 @@ from tokenizers import pre_tokenizers as pre
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.checkpoints.gguf_tokenizer import LLAMA3, QWEN2
 from nanoengine.checkpoints.tokenizer import load_tokenizer
+from tests.helpers import TINY
 
 CORPUS = ["def f(x):\n    return x\n", "Hello world, 12345 times 7! It's the  end.\n\n", "日本語 and é"] * 3
-PROBES = (
-    *(
-        "def f(x): return x",
-        "",
-        " hello",
-        "hello",
-        "  two",
-        "a\n\n\nb\tc",
-        "1234 and 12",
-        "日本語é \U0001f642",
-    ),
-    *(
-        "<s>Hello</s> world</s>the",
-        " <tool> x<tool>  end",
-        "swords word words",
-        "It's THE\r\n end ",
-        "e\u0301",
-    ),
-)
+TEXTS = "def f(x): return x|| hello|hello|  two|a\n\n\nb\tc|1234 and 12|日本語é \U0001f642|"
+TEXTS += "<s>Hello</s> world</s>the| <tool> x<tool>  end|swords word words|It's THE\r\n end |e\u0301"
+PROBES = TEXTS.split("|")
 VISIBLE, TO_BYTES = norm.Replace(" ", "\u2581"), pre.ByteLevel(False, use_regex=False)
 SPELLED = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()
 STRIPPED, UNSTRIPPED = decoders.Sequence([*SPELLED, decoders.Strip(" ", 1, 0)]), decoders.Sequence([*SPELLED])
@@ -54,25 +40,17 @@ SENTENCE_PIECE = {
     "never": (None, pre.Metaspace(prepend_scheme="never", split=False), UNSTRIPPED),
     "digits": (VISIBLE, pre.Digits(True), UNSTRIPPED),
 }
+UNKNOWN, PIECES = {"unk_token": "<unk>"}, decoders.WordPiece()
 OTHERS = {
     "unigram": (models.Unigram(), norm.NFKC(), pre.Metaspace(), decoders.Metaspace()),
-    "wordpiece": (
-        *(models.WordPiece(unk_token="<unk>"), norm.BertNormalizer(), pre.BertPreTokenizer()),
-        decoders.WordPiece(),
-    ),
-    "words": (
-        models.WordLevel(unk_token="<unk>"),
-        norm.Lowercase(),
-        pre.Whitespace(),
-        decoders.WordPiece("#"),
-    ),
+    "wordpiece": (models.WordPiece(**UNKNOWN), norm.BertNormalizer(), pre.BertPreTokenizer(), PIECES),
+    "words": (models.WordLevel(**UNKNOWN), norm.Lowercase(), pre.Whitespace(), decoders.WordPiece("#")),
 }
 LAYOUTS = *BYTE_LEVEL, *SENTENCE_PIECE, *OTHERS
-TYPES = (
-    *("llama", "mistral", "qwen2", "qwen3", "cohere", "falcon", "opt", "gpt_neox", "starcoder2", "gemma2"),
-    *("phi3", "gpt2", "bloom", "stablelm"),
-)
+NAMES = "llama mistral qwen2 qwen3 cohere falcon opt gpt_neox starcoder2 gemma2 phi3 gpt2 bloom stablelm"
+TYPES = NAMES.split()
 CLASSES = None, "LlamaTokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer"
+ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @cache
@@ -138,39 +116,29 @@ def cases():
 @pytest.mark.parametrize(("name", "kind", "declared"), [*cases()])
 def test_the_ids_are_those_of_tokenizer_json_whatever_the_class(name, kind, declared, tmp_path):
     settings = {"tokenizer_class": declared} if declared else {}
-    path = write(
-        tmp_path, layout(name), kind, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
-    )
+    path = write(tmp_path, layout(name), kind, **ENDS, unk_token="<unk>", **settings)
     loaded = load_tokenizer(path, False)
     check_same(loaded, expected(layout(name)))
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.unk_token_id) == (1, 2, 0)
 
 
+THREE, BOTH = ("gpt2", "llama3", "llama2"), ("add_bos_token", "add_eos_token")
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "before", "after"),
     [
-        *[(name, {}, name != "gpt2", False) for name in ("gpt2", "llama3", "llama2")],
-        *[
-            (name, {"add_bos_token": None, "add_eos_token": None}, True, False)
-            for name in ("llama2", "unigram")
-        ],
-        *[(name, {"add_eos_token": True}, name != "gpt2", True) for name in ("gpt2", "llama3", "llama2")],
-        *[
-            (name, {"add_bos_token": False}, False, False)
-            for name in ("gpt2", "llama3", "llama2", "wordpiece")
-        ],
-        *[(name, {"add_bos_token": True, "add_eos_token": True}, True, True) for name in ("gpt2", "llama2")],
+        *[(name, {}, name != "gpt2", False) for name in THREE],
+        *[(name, dict.fromkeys(BOTH, None), True, False) for name in ("llama2", "unigram")],
+        *[(name, {"add_eos_token": True}, name != "gpt2", True) for name in THREE],
+        *[(name, {"add_bos_token": False}, False, False) for name in (*THREE, "wordpiece")],
+        *[(name, dict.fromkeys(BOTH, True), True, True) for name in ("gpt2", "llama2")],
         ("llama3", {"add_bos_token": False, "add_eos_token": True}, False, True),
-        (
-            "llama2",
-            {"add_bos_token": True, "bos_token": None},
-            True,
-            False,
-        ),  # no token to follow the flag with
+        ("llama2", {"add_bos_token": True, "bos_token": None}, True, False),  # no token to follow the flag
     ],
 )
 def test_flags_for_bos_and_eos_are_followed_unless_they_are_null(name, flags, before, after, tmp_path):
-    path = write(tmp_path, layout(name), **{"bos_token": "<s>", "eos_token": "</s>", **flags})
+    path = write(tmp_path, layout(name), **{**ENDS, **flags})
     loaded, backend = load_tokenizer(path, False), expected(layout(name))
     for text in PROBES:
         plain = backend.encode(text, add_special_tokens=False).ids
@@ -184,10 +152,8 @@ def test_the_flag_for_a_space_before_the_text_is_followed_unless_it_is_null(name
         path = write(tmp_path, layout(name), tokenizer_class="PreTrainedTokenizerFast", add_prefix_space=flag)
         return load_tokenizer(path, False).tokenize("def</s>def")
 
-    own, marks = (
-        expected(layout(name)).encode("def</s>def", add_special_tokens=False).tokens,
-        ("\u2581", "\u0120"),
-    )
+    own = expected(layout(name)).encode("def</s>def", add_special_tokens=False).tokens
+    marks = "\u2581", "\u0120"
     assert tokens(None) == own
     assert not tokens(False)[0].startswith(marks)
     assert tokens(True)[0].startswith(marks)
@@ -208,25 +174,17 @@ def test_tokens_that_only_the_files_beside_it_have_are_added_with_their_ids(tmp_
     content, size = layout("gpt2"), expected(layout("gpt2")).get_vocab_size()
     stated = {size + 1: "<|b|>", size: "<|a|>", 7: "<|taken|>", size + 9: "<|far|>"}
     stated = {i: {"content": name, **FLAGS} for i, name in stated.items()}
-    write(
-        tmp_path, content, "phi3", added_tokens_decoder=stated, pad_token="x", extra_special_tokens=["<|c|>"]
-    )
-    loaded = load_tokenizer(tmp_path, False)
-    assert loaded("<|b|>x<|c|>xx<|a|>").input_ids == [
-        size + 1,
-        *loaded("x").input_ids,
-        size + 2,
-        *loaded("xx").input_ids,
-        size,
-    ]
+    others = {"pad_token": "x", "extra_special_tokens": ["<|c|>"]}
+    loaded = load_tokenizer(write(tmp_path, content, "phi3", added_tokens_decoder=stated, **others), False)
+    x, xx = (loaded(text).input_ids for text in ("x", "xx"))
+    assert loaded("<|b|>x<|c|>xx<|a|>").input_ids == [size + 1, *x, size + 2, *xx, size]
     assert loaded.get_vocab().keys() - expected(content).get_vocab().keys() == {"<|a|>", "<|b|>", "<|c|>"}
     for token, place in ("<|taken|>", 7), ("<|far|>", size + 9):
         assert f"tokenizer.json has no place for the token {token!r} at {place}" in caplog.text
     write(tmp_path, content, "llama")
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|alone|>": size}))
-    (tmp_path / "special_tokens_map.json").write_text(
-        json.dumps({"eos_token": {"content": "<|end|>", **FLAGS}})
-    )
+    special = {"eos_token": {"content": "<|end|>", **FLAGS}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
     loaded = load_tokenizer(tmp_path, False)
     assert loaded("<|alone|><|end|>").input_ids == [size, size + 1]
     assert loaded.eos_token_id == size + 1
@@ -275,15 +233,9 @@ def test_a_template_may_stand_in_a_file_of_its_own(tmp_path):
 
 def test_all_that_reads_the_vocabulary_reads_the_files(tmp_path, caplog):
     """The prompt, the text and grammars follow tokenizer.json. A second BOS is told once."""
-    path = write(
-        tmp_path, layout("llama2"), tokenizer_class="LlamaTokenizer", bos_token="<s>", eos_token="</s>"
-    )
-    config = {"vocab_size": 512, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    (path / "config.json").write_text(
-        json.dumps(
-            {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 1, **config}
-        )
-    )
+    path = write(tmp_path, layout("llama2"), tokenizer_class="LlamaTokenizer", **ENDS)
+    config = transformers.LlamaConfig(**{**TINY, "vocab_size": 512}, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(path)
     backend, text = expected(layout("llama2")), "<s>  two</s> def"
     with LLM(path, load_format="dummy", num_kv_blocks=4) as llm:
         params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=[" x  def"]))
