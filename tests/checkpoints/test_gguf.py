@@ -57,12 +57,20 @@ def vocabulary():
     return tokens + CONTROL[:3], [" ".join(merge) for merge in content["merges"]]
 
 
-def tokenizer_file(path, vocabulary, pre, kind="gpt2", **fields):
-    """Write a file without useful tensors: llama.cpp reads the tokenizer alone."""
-    tokens, merges = vocabulary
+def writer_of_one_layer(path):
+    """Start a file without useful tensors."""
     sizes = {"context_length": 64, "block_count": 1, "embedding_length": 32, "feed_forward_length": 32}
     writer = gguf_writer(path, "llama", **sizes, attention__head_count=2)
     writer.add_layer_norm_rms_eps(1e-5)
+    for i in range(10):
+        writer.add_tensor(f"blk.0.{i}.weight", np.zeros(32, np.float32))
+    return writer
+
+
+def tokenizer_file(path, vocabulary, pre, kind="gpt2", **fields):
+    """Write a file from which llama.cpp can read the tokenizer alone."""
+    tokens, merges = vocabulary
+    writer = writer_of_one_layer(path)
     writer.add_tokenizer_model(kind)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
@@ -78,8 +86,6 @@ def tokenizer_file(path, vocabulary, pre, kind="gpt2", **fields):
         writer.add_eos_token_id(tokens.index("<|eos|>"))
     for name, value in fields.items():
         writer.add_bool(f"tokenizer.ggml.{name}", value)
-    for i in range(10):
-        writer.add_tensor(f"blk.0.{i}.weight", np.zeros(32, np.float32))
     return close(writer, path)
 
 
@@ -137,7 +143,7 @@ def test_bos_and_eos_are_added_if_the_file_or_pre_tokenizer_says_so(vocabulary, 
         assert tokenizer("the", add_special_tokens=False).input_ids == ids[len(before) + 1 : -1 - len(after)]
 
 
-NORMAL, USER_DEFINED = gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED
+NORMAL, USER_DEFINED, TEXT_END = gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED, "<|endoftext|>"
 LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|eot_id|> <|eom_id|>"
 HARMONY = "<|startoftext|> <|endoftext|> <|return|> <|start|> <|end|> <|message|> <|call|>"
 SOLAR = "<|startoftext|> <|endoftext|> <|begin|> <|end|> <|flush|> <|calls|>"
@@ -145,22 +151,17 @@ SOLAR = "<|startoftext|> <|endoftext|> <|begin|> <|end|> <|flush|> <|calls|>"
 TURNS = {
     "llama 3": ({"eos": "<|end_of_text|>"}, LLAMA3, "", "<|end_of_text|> <|eot_id|> <|eom_id|>"),
     "another eos": ({"eos": "<a>"}, "<a> <|end_of_text|> <|eot_id|>", "", "<a> <|end_of_text|> <|eot_id|>"),
-    "chatml": (
-        {"eos": "<|endoftext|>"},
-        "<|endoftext|> <|im_start|> <|im_end|>",
-        "",
-        "<|endoftext|> <|im_end|>",
-    ),
+    "chatml": ({"eos": TEXT_END}, f"{TEXT_END} <|im_start|> <|im_end|>", "", f"{TEXT_END} <|im_end|>"),
     "chatml, user-defined": ({"eos": "</s>"}, "<s> </s>", "<|im_start|> <|im_end|>", "</s> <|im_end|>"),
-    "phi": ({"eos": "<|endoftext|>"}, "<|endoftext|>", "<|user|> <|end|>", "<|endoftext|> <|end|>"),
+    "phi": ({"eos": TEXT_END}, TEXT_END, "<|user|> <|end|>", f"{TEXT_END} <|end|>"),
     "gemma": ({"eos": "<eos>"}, "<bos> <eos> <end_of_turn>", "<s> </s>", "<eos> <end_of_turn>"),
     "gemma 4": ({}, "</s> <eos> <turn|> <|tool_response>", "", "<eos> <turn|> <|tool_response>"),
-    "harmony": ({"eos": "<|return|>"}, HARMONY, "", "<|return|> <|endoftext|> <|call|>"),
+    "harmony": ({"eos": "<|return|>"}, HARMONY, "", f"<|return|> {TEXT_END} <|call|>"),
     "harmony, stated": (
         {"eos": "<|return|>", "eot": "<|end|>"},
         HARMONY,
         "",
-        "<|return|> <|endoftext|> <|call|>",
+        f"<|return|> {TEXT_END} <|call|>",
     ),
     "solar": ({"eos": "<|flush|>"}, SOLAR, "", "<|flush|> <|endoftext|> <|calls|>"),
     "no call": ({"eos": "<|return|>"}, "<|return|> <|end|>", "", "<|return|> <|end|>"),
@@ -171,8 +172,7 @@ TURNS = {
 
 def write_ends(path, stated, control, user_defined="", types=None):
     tokens = ["x", "<|im_end|>x", *control.split(), *user_defined.split()]
-    sizes = {"context_length": 64, "block_count": 1, "embedding_length": 32, "feed_forward_length": 32}
-    writer = gguf_writer(path, "llama", **sizes, attention__head_count=2)
+    writer = writer_of_one_layer(path)
     writer.add_token_list(tokens)
     numbers = {**dict.fromkeys(control.split(), 3), **dict.fromkeys(user_defined.split(), USER_DEFINED)}
     if types is None:
@@ -181,8 +181,6 @@ def write_ends(path, stated, control, user_defined="", types=None):
         writer.add_token_types(types)
     for name, token in stated.items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", tokens.index(token))
-    for i in range(10):
-        writer.add_tensor(f"blk.0.{i}.weight", np.zeros(32, np.float32))
     return [tokens[i] for i in GGUFFile(close(writer, path)).end_ids()]
 
 
@@ -212,9 +210,7 @@ def test_a_damaged_token_ends_no_turn_and_a_wrong_id_is_refused(tmp_path):
     assert GGUFFile(path).end_ids() == [0, 3, 2]
     place = sound.index(b"eom_token_id") + len("eom_token_id")
     path.write_bytes(sound[:place] + struct.pack("<I", 6) + sound[place + 4 :])  # a float
-    with pytest.raises(
-        ValueError, match=r"model.gguf cannot be loaded: its .*eom_token_id must be an integer"
-    ):
+    with pytest.raises(ValueError, match=r"model.gguf cannot be loaded: its .*eom_token_id must be an int"):
         GGUFFile(path).end_ids()
 
 
@@ -262,15 +258,12 @@ def pieces():
     """Return tokens with visible spaces, and the score of each that was merged."""
     learner = tokenizers.Tokenizer(models.BPE())
     learner.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
-    alphabet = ["\u2581", *"the of indhlwrab"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, show_progress=False, max_token_length=9, initial_alphabet=alphabet
-    )
+    settings = {"vocab_size": 700, "show_progress": False, "max_token_length": 9}
+    trainer = trainers.BpeTrainer(initial_alphabet=["\u2581", *"the of indhlwrab"], **settings)
     learner.train_from_iterator([text.replace("日", "").replace("🙂", "") for text in texts(600)], trainer)
     learned = [token for token in sorted(learner.get_vocab(), key=learner.get_vocab().get) if token != " "]
-    return ["<unk>", "<s>", "</s>", *BYTES, "<td>", *learned], {
-        token: -float(i) for i, token in enumerate(learned)
-    }
+    scores = {token: -float(i) for i, token in enumerate(learned)}
+    return ["<unk>", "<s>", "</s>", *BYTES, "<td>", *learned], scores
 
 
 def spm_ids(text, tokens, scores, prefix=True):
@@ -284,9 +277,8 @@ def spm_ids(text, tokens, scores, prefix=True):
             i = min(pairs)[1]
             symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
         for symbol in symbols:
-            found += (
-                [vocab[symbol]] if symbol in vocab else [vocab[f"<0x{one:02X}>"] for one in symbol.encode()]
-            )
+            in_bytes = [f"<0x{one:02X}>" for one in symbol.encode()]
+            found += [vocab[one] for one in ([symbol] if symbol in vocab else in_bytes)]
     return found
 
 
@@ -306,16 +298,11 @@ def test_a_vocabulary_with_scores_gives_llama_cpp_s_ids(prefix, pieces, tmp_path
 def test_a_vocabulary_with_scores_gives_sentencepiece_s_ids(tmp_path):
     spm = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     settings = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
-    settings |= {
-        "remove_extra_whitespaces": False,
-        "allow_whitespace_only_pieces": True,
-        "split_digits": True,
-    }
+    settings |= {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
+    settings |= {"split_digits": True, "vocab_size": 1200, "minloglevel": 2}
     sentences = iter([*texts(3000), *Path(__file__).read_text().splitlines() * 3])
     prefix = str(tmp_path / "spm")
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_prefix=prefix, vocab_size=1200, minloglevel=2, **settings
-    )
+    spm.SentencePieceTrainer.train(sentence_iterator=sentences, model_prefix=prefix, **settings)
     theirs = spm.SentencePieceProcessor(model_file=f"{prefix}.model")
     tokens = [theirs.id_to_piece(i) for i in range(len(theirs))]
     scores = {token: theirs.get_score(i) for i, token in enumerate(tokens)}
@@ -332,20 +319,8 @@ def test_flags_for_bos_and_eos_of_a_vocabulary_with_scores_are_followed(pieces, 
 
 @pytest.mark.parametrize("flag", [{}, {"add_bos_token": False}])
 def test_gemma_4_s_vocabulary_has_merges_no_space_before_the_text_and_always_a_bos(flag, tmp_path):
-    tokens = [
-        "<pad>",
-        "<|eos|>",
-        "<|bos|>",
-        "<unk>",
-        *BYTES,
-        "\n",
-        "\n\n",
-        "\u2581",
-        *"theofd",
-        "th",
-        "the",
-        "\u2581the",
-    ]
+    learned = ["\n", "\n\n", "\u2581", *"theofd", "th", "the", "\u2581the"]
+    tokens = ["<pad>", "<|eos|>", "<|bos|>", "<unk>", *BYTES, *learned]
     merges = ["\n \n", "t h", "th e", "\u2581 the"]
     tokenizer = tokenizer_of(tmp_path / "model.gguf", (tokens, merges), "gemma4", "gemma4", **flag)
     assert tokenizer.convert_ids_to_tokens(tokenizer("the  the\n\né<|eos|>of").input_ids) == [
@@ -355,9 +330,7 @@ def test_gemma_4_s_vocabulary_has_merges_no_space_before_the_text_and_always_a_b
 
 @pytest.mark.parametrize("kind", ["t5", "bert", "rwkv", "plamo2"])
 def test_other_kinds_of_vocabularies_are_refused_by_name(kind, pieces, tmp_path):
-    with pytest.raises(
-        ValueError, match=f"tokenizer.ggml.model '{kind}' is not one of gpt2, llama, gemma4; give"
-    ):
+    with pytest.raises(ValueError, match=f"ggml.model '{kind}' is not one of gpt2, llama, gemma4; give"):
         tokenizer_of(tmp_path / "model.gguf", pieces, None, kind)
 
 
@@ -365,8 +338,7 @@ def test_other_kinds_of_vocabularies_are_refused_by_name(kind, pieces, tmp_path)
 
 
 def string(text):
-    data = text if isinstance(text, bytes) else text.encode()
-    return struct.pack("<Q", len(data)) + data
+    return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
 class Parts:
@@ -392,9 +364,8 @@ class Parts:
         self.field(name)[1:] = kind, string(value) if kind == 8 else struct.pack(f"<{SCALARS[kind]}", value)
 
     def join(self):
-        parts = [b"GGUF", struct.pack("<I", self.counts.get("version", 3))]
-        parts.append(struct.pack("<Q", self.counts.get("tensors", len(self.tensors))))
-        parts.append(struct.pack("<Q", self.counts.get("fields", len(self.fields))))
+        true = {"version": 3, "tensors": len(self.tensors), "fields": len(self.fields)}
+        parts = [b"GGUF", struct.pack("<IQQ", *(self.counts.get(name, true[name]) for name in true))]
         for name, kind, data in self.fields:
             parts.append(string(name) + struct.pack("<I", kind) + data)
         for name, dims, kind, offset, _ in self.tensors:
@@ -455,11 +426,8 @@ def check_right(path, checkpoint, tensors):
 
 
 def test_a_header_is_parsed_once_until_the_file_changes(sound, tmp_path, monkeypatch):
-    parsed, parse = [], Header.__init__
-    monkeypatch.setattr(
-        Header, "__init__", lambda self, data: (parsed.append(len(data)), parse(self, data))[1]
-    )
-    path = tmp_path / "model.gguf"
+    parsed, parse, path = [], Header.__init__, tmp_path / "model.gguf"
+    monkeypatch.setattr(Header, "__init__", lambda self, data: parsed.append(data) or parse(self, data))
     path.write_bytes(sound.read_bytes())
     checkpoint, tensors = load(path)
     check_right(path, checkpoint, tensors)
