@@ -126,10 +126,9 @@ def small_config(model_type: str) -> Any:
 
 
 def small_model(config: Any) -> Any:
-    """Return a model with random float32 weights, the same at every call, wide enough to avoid ties.
+    """Return a model with random float32 weights, the same at every call. They are wide, to avoid ties.
 
-    Raises:
-        UnsupportedModelError: it is not small.
+    Raises UnsupportedModelError if it is not small.
     """
     with torch.device("meta"):
         num_parameters = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
@@ -143,11 +142,7 @@ def outcome(model_type: str) -> str:
     """Return `decoder.py` or `hf.py`, whichever runs the type, or the reason why it is refused.
 
     A type is supported if greedy tokens of five prompts equal those of transformers' generate: chunked, with
-    preemptions, and once more from the prefix cache.
-
-    Raises:
-        AssertionError: it is supported, and gives other tokens.
-        Exception: it was not refused, and could not be built small.
+    preemptions, and once more from the prefix cache. Otherwise it has to be refused, or this raises.
     """
     with tempfile.TemporaryDirectory() as path:
         try:

@@ -117,9 +117,8 @@ def truth(index: int) -> tuple[list[dict[str, Any]], int, int]:
         num_prompt += len(outputs[-1].prompt_token_ids)
         for one in outputs[-1].outputs:
             num_new += len(one.token_ids)
-            choices.append(
-                plain(body.choice(number * params.n + one.index, one, outputs[-1], TokenNames(tokenizer)))
-            )
+            place = number * params.n + one.index
+            choices.append(plain(body.choice(place, one, outputs[-1], TokenNames(tokenizer))))
     engine.close()
     return choices, num_prompt, num_new
 
@@ -222,32 +221,21 @@ def write(seed: int) -> Script:
             for _ in range(rng.choice([1, 1, 1, 2, 3]))
         ]
         misbehaves = rng.random() < 0.2
-        visits.append(
-            Visit(
-                round(rng.expovariate(1 / busy), 4),
-                tuple(asks[:1] if misbehaves else asks),
-                rng.choice(KINDS) if misbehaves else "good",
-                rng.choice([FAST, FAST, FAST, 500, 150, 0]),
-                rng.choice([None, None, None, round(rng.expovariate(5), 4)]),
-                rng.choice([0, 0, 3]),
-                rng.choice([0.0, 0.01, 1.0]),
-                rng.choice([0, 0, 1, -1]) if settings["scheduling_policy"] == "priority" else 0,
-            )
-        )
+        when, what = round(rng.expovariate(1 / busy), 4), tuple(asks[:1] if misbehaves else asks)
+        kind, rate = rng.choice(KINDS) if misbehaves else "good", rng.choice([FAST, FAST, FAST, 500, 150, 0])
+        leaves = rng.choice([None, None, None, round(rng.expovariate(5), 4)])
+        cuts, pause = rng.choice([0, 0, 3]), rng.choice([0.0, 0.01, 1.0])
+        priority = rng.choice([0, 0, 1, -1]) if settings["scheduling_policy"] == "priority" else 0
+        visits.append(Visit(when, what, kind, rate, leaves, cuts, pause, priority))
     failures: list[tuple[int, str]] = []
     if rng.random() < 0.4:
         for _ in range(rng.randint(1, 4)):
             first, where = rng.randint(0, 60), rng.choice(["before", "after", "read", "logits"])
             failures += [(first + i, where) for i in range(rng.choice([1, 1, 2]))]
-    return Script(
-        settings,
-        tuple(visits),
-        tuple(sorted(failures)),
-        rng.choice([1024, 1024, 0, 3]),
-        rng.choice([None, None, None, round(rng.expovariate(2), 4)]),
-        rng.choice([30.0, 0.05]),
-        rng.randrange(1 << 30),
-    )
+    max_waiting = rng.choice([1024, 1024, 0, 3])
+    stop = rng.choice([None, None, None, round(rng.expovariate(2), 4)])
+    drain, chance = rng.choice([30.0, 0.05]), rng.randrange(1 << 30)
+    return Script(settings, tuple(visits), tuple(sorted(failures)), max_waiting, stop, drain, chance)
 
 
 # ---- Clients -----------------------------------------------------------------------------------------
@@ -380,9 +368,8 @@ class Client:
                 if not sends_slowly:  # uvicorn cancels what runs CLOSE_SECONDS after the engine is closed
                     raise Broken("a request did not end with the engine")
             elif visit.kind != "good":
-                if status != must_be.get(visit.kind) and not (
-                    status == 503 and world.is_refusing(visit.kind)
-                ):
+                is_refused = status == 503 and world.is_refusing(visit.kind)
+                if status != must_be.get(visit.kind) and not is_refused:
                     raise Broken(f"the status was {status} for a client with {visit.kind}: {body[:200]!r}")
             elif status != 200:
                 self.judge_error(index, status, json.loads(body))
@@ -524,10 +511,8 @@ class World:
             check_laws(scheduler)
         except AssertionError as error:
             self.law(False, f"the scheduler's books are wrong: {error}")
-        num_rows = sum(chunk.end - chunk.start for chunk in batch.chunks)
-        self.law(
-            num_rows == batch.num_tokens <= started.loaded.max_num_batched_tokens, "a step is over its budget"
-        )
+        num_rows, budget = sum(x.end - x.start for x in batch.chunks), started.loaded.max_num_batched_tokens
+        self.law(num_rows == batch.num_tokens <= budget, "a step is over its budget")
         num_drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
         max_rows = settings["max_num_seqs"] * (1 + num_drafts)
         self.law(len(batch.sampled_seqs) <= max_rows, "a step has too many rows")
@@ -590,11 +575,7 @@ def quiet() -> Iterator[None]:
 
 
 def run(script: Script) -> str:
-    """Play a script. Returns a digest of all that the clients saw and when.
-
-    Raises:
-        Broken: a law does not hold.
-    """
+    """Play a script. Returns a digest of all that the clients saw and when, or raises Broken."""
     with quiet():
         for index in {index for visit in script.visits for index, _ in visit.asks}:
             truth(index)

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import random
-import resource
 import shutil
 import struct
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import psutil
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -168,9 +168,9 @@ def try_files(start: int, number: int) -> Counter[str]:
     """Try the files of these seeds, with little memory. Returns how many were right, refused and found."""
     for lora in None, sound() / "adapter":  # import what is needed
         check_answer(*start_model(sound(), lora, "transformers"), sound(), lora)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, before[1]))
+    process = psutil.Process()
+    before = process.rlimit(psutil.RLIMIT_AS)
+    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + BYTES, before[1]))
     results = Counter[str]()
     for seed in range(start, start + number):
         try:
@@ -178,19 +178,15 @@ def try_files(start: int, number: int) -> Counter[str]:
         except BaseException as error:  # also a panic of Rust's
             results["found"] += 1
             print(f"seed {seed}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    process.rlimit(psutil.RLIMIT_AS, before)
     shutil.rmtree(sound())
     sound.cache_clear()
     return results
 
 
-def main(start: int, number: int) -> None:
+if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    results = try_files(start, number)
+    results = try_files(*map(int, sys.argv[1:]))
     print(dict(results))
     sys.exit(results["found"] > 0)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -94,19 +94,17 @@ def test_packing_the_weights_for_the_cpu_changes_no_result(name, tmp_path_factor
         assert layouts[0] is PackedLinear
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope type 'dynamic'.*supported: default, linear, llama3, yarn",
-        ),
+        ({"rope_parameters": DYNAMIC}, "rope type 'dynamic'.*supported: default, linear, llama3, yarn"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
-        ),
+        ({"rope_parameters": PARTIAL}, "partial_rotary_factor"),
     ],
 )
 def test_an_unsupported_setting_is_an_error_that_lists_the_supported_ones(changes, message):
@@ -125,7 +123,7 @@ def test_rope_settings_in_the_format_of_transformers_4_are_understood():
 
 def test_a_stray_dict_beside_a_rope_type_is_not_the_setting_of_a_layer_type():
     rope = {"rope_type": "linear", "factor": 4.0, "head_dim": {"rope_type": "yarn", "factor": 2.0}}
-    config = LlamaConfig(**{**TINY, "architectures": ["LlamaForCausalLM"], "rope_parameters": rope})
+    config = LlamaConfig(**TINY, architectures=["LlamaForCausalLM"], rope_parameters=rope)
     assert DecoderConfig.from_hf(config).rope["rope_type"] == "linear"
 
 
