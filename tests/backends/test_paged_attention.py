@@ -38,16 +38,14 @@ def check(request):
 
 LONG = [(1, 255), (1, 256), (1, 257), (1, 700), (9, 300), (1, 1), (1, 33)]  # of several spans of keys
 MANY = [(1, 1 + 7 * i % 90) for i in range(40)]  # more than are decoded in one call
+ODD_SHAPES = (2, 20), (3, 11), (1, 80), (2, 256)
 CASES = [
     *((MIXED, {"block_size": size}) for size in (1, 3, 17, 256)),
     *((MIXED, {"window": window}) for window in (1, 5, 16, 1000)),
     *((MIXED, {"block_size": 8, "window": 9, **settings}) for settings in (CAPPED, WITH_SINKS, BOTH)),
     *((MIXED, {"block_size": 8, **settings}) for settings in (CAPPED, WITH_SINKS, BOTH)),
     *((MIXED, {"heads": n, "kv_heads": k}) for n, k in ((4, 4), (6, 2), (8, 1), (3, 3))),
-    *(
-        (MIXED, {"heads": 2 * k, "kv_heads": k, "head_dim": d})
-        for k, d in ((2, 20), (3, 11), (1, 80), (2, 256))
-    ),
+    *((MIXED, {"heads": 2 * k, "kv_heads": k, "head_dim": d}) for k, d in ODD_SHAPES),
     (MIXED, {"head_dim": 24, "v_head_dim": 16}),
     (MIXED, {"head_dim": 16, "v_head_dim": 24, "softcap": 3.0}),
     (MANY, {}),
@@ -66,19 +64,15 @@ IN_BFLOAT16 = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("lens", "settings"),
-    [
-        *CASES,
-        *(
-            pytest.param(lens, {"dtype": x, **settings}, marks=pytest.mark.slow if x == torch.float16 else ())
-            for lens, settings in IN_BOTH_DTYPES
-            for x in TOLERANCE
-        ),
-        *((lens, {"dtype": torch.bfloat16, **settings}) for lens, settings in IN_BFLOAT16),
-    ],
-    ids=case_id,
-)
+def in_dtype(dtype, cases):
+    return [(lens, {"dtype": dtype, **settings}) for lens, settings in cases]
+
+
+IN_FLOAT16 = [pytest.param(*x, marks=pytest.mark.slow) for x in in_dtype(torch.float16, IN_BOTH_DTYPES)]
+IN_OTHERS = in_dtype(torch.bfloat16, [*IN_BOTH_DTYPES, *IN_BFLOAT16]) + IN_FLOAT16
+
+
+@pytest.mark.parametrize(("lens", "settings"), [*CASES, *IN_BOTH_DTYPES, *IN_OTHERS], ids=case_id)
 def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(check, lens, settings):
     check(lens, **{"block_size": 16, **settings})
 
@@ -88,28 +82,20 @@ def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
     check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS, alibi_slopes=SLOPES)
 
 
+def at_length(*cases):
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 2, 20), (16, 4, 32), *at_length((1, 1, 16), (96, 2, 64))], ids=str)
 @pytest.mark.parametrize(
-    ("block_size", "kv_heads", "head_dim"),
-    [
-        *((3, 2, 20), (16, 4, 32)),
-        *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 1, 16), (96, 2, 64))),
-    ],
+    "settings", [{"window": 70, **BOTH, **WITH_ALIBI}, *at_length({}, {"window": 300})], ids=case_id
 )
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"window": 300})),
-        {"window": 70, **BOTH, **WITH_ALIBI},
-    ],
-    ids=case_id,
-)
-def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
-    exact, int8, dtype, block_size, kv_heads, head_dim, settings
-):
+def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(exact, int8, dtype, shape, settings):
     """To the last bit, so that no sampled token can. Sequences share nothing, a beginning, or everything."""
+    block_size, kv_heads, head_dim = shape
     rng, generator = random.Random(block_size), torch.Generator().manual_seed(0)
     lens = [rng.choice([1, 16, 40, 256, 257, 300, 513, 700]) for _ in range(40)]
     num_blocks = 1 + sum(-(-n // block_size) for n in lens)

@@ -44,47 +44,29 @@ def execute(generation, lens, dtype, edit=None, module=backend, max_programs=Non
 
 IN_BLOCKS = {"block_size": 32, "head_dim": 128}  # a tile of keys is in one block
 WIDE, NARROW, ODD = {"head_dim": 256}, {"head_dim": 24, "v_head_dim": 16}, {"head_dim": 80, "heads": 6}
-SHARED = {"heads": 71, "kv_heads": 1}
+SHARED, OF_128 = {"heads": 71, "kv_heads": 1}, {"head_dim": 128}
+CASES = [
+    ("sm75", [(1, 100), (3, 3)], HALF, {}),
+    ("sm90", [(1, 200), (1, 31)], HALF, ALL),
+    ("sm80", EDGES, BRAIN, NO_POWERS_OF_2),
+    ("sm90", EDGES, BRAIN, IN_BLOCKS),
+]
+SLOW_CASES = [
+    *(("sm80", BATCH, dtype, {}) for dtype in (BRAIN, FULL)),
+    *(("sm80", EDGES, BRAIN, x) for x in ({**NO_POWERS_OF_2, "window": 70}, SHARED, {**IN_BLOCKS, **ALL})),
+    ("sm90", EDGES, BRAIN, {**IN_BLOCKS, "block_size": 64}),
+    *(("sm75", MIXED, HALF, settings) for settings in (OF_128, ALL)),
+    *(("sm80", ALL_DECODES, BRAIN, settings) for settings in (OF_128, ALL)),
+    *(("sm89", BATCH, FULL, settings) for settings in (OF_128, ALL)),
+    *(("sm90", MIXED, BRAIN, settings) for settings in (OF_128, ALL)),
+    *(("sm75", BATCH, HALF, settings) for settings in ({}, IN_BLOCKS, WIDE, SHARED)),
+    *(("sm90", BATCH, HALF, settings) for settings in (WIDE, NARROW, ODD, {"block_size": 3, "kv_heads": 8})),
+]
 
 
 @pytest.mark.parametrize(
     ("generation", "lens", "dtype", "settings"),
-    [
-        ("sm75", [(1, 100), (3, 3)], HALF, {}),
-        ("sm90", [(1, 200), (1, 31)], HALF, ALL),
-        ("sm80", EDGES, BRAIN, NO_POWERS_OF_2),
-        ("sm90", EDGES, BRAIN, IN_BLOCKS),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("sm75", BATCH, HALF, {}),
-                *(("sm80", BATCH, dtype, {}) for dtype in (BRAIN, FULL)),
-                ("sm90", BATCH, BRAIN, {"head_dim": 128}),
-                ("sm80", EDGES, BRAIN, {**NO_POWERS_OF_2, "window": 70}),
-                ("sm80", EDGES, BRAIN, SHARED),
-                ("sm90", EDGES, BRAIN, {**IN_BLOCKS, "block_size": 64}),
-                ("sm80", EDGES, BRAIN, {**IN_BLOCKS, **ALL, "heads": 8}),
-                ("sm75", BATCH, HALF, IN_BLOCKS),
-            ]
-        ),
-        *(
-            pytest.param(*case, settings, marks=pytest.mark.slow)
-            for case in [
-                ("sm75", MIXED, HALF),
-                ("sm80", ALL_DECODES, BRAIN),
-                ("sm89", BATCH, FULL),
-                ("sm90", MIXED, BRAIN),
-            ]
-            for settings in ({"head_dim": 128}, ALL)
-        ),
-        *(
-            pytest.param(generation, BATCH, HALF, settings, marks=pytest.mark.slow)
-            for generation, settings in [
-                *(("sm75", settings) for settings in (WIDE, SHARED)),
-                *(("sm90", settings) for settings in (WIDE, NARROW, ODD, {"block_size": 3, "kv_heads": 8})),
-            ]
-        ),
-    ],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
     ids=case_id,
 )
 def test_what_triton_compiles_for_a_gpu_equals_dense_attention(generation, lens, dtype, settings):
@@ -147,7 +129,12 @@ def run_ptx(*body):
 STORE, BARRIER, LOAD_OTHER = "st.shared.b32 [%r2], %r1", "bar.sync 0", "ld.shared.b32 %r4, [%r3]"
 LOAD_NEXT = "xor.b32 %r3, %r2, 4", "ld.shared.b32 %r4, [%r3]"
 COPY = "cp.async.ca.shared.global [%r2], [%rd3], 0x4, 4", "cp.async.commit_group"
-WAIT = "cp.async.wait_group 0"
+WAIT, LOAD, SYNC = "cp.async.wait_group 0", "ld.shared.b32 %r4, [%r2]", "bar.warp.sync -1"
+READS_AFTER_WRITES = [STORE, LOAD_OTHER], [STORE, SYNC, LOAD_OTHER], [STORE, *LOAD_NEXT]
+READS_AFTER_WRITES += ([*COPY, BARRIER, WAIT, LOAD_OTHER],)
+WRITES_AFTER_READS = [STORE, BARRIER, LOAD_OTHER, STORE], [STORE, SYNC, *LOAD_NEXT, STORE]
+WRITES_AFTER_READS += ([STORE, BARRIER, "ld.shared.b32 %r4, [0]", SYNC, STORE],)
+TOO_EARLY = [LOAD], [BARRIER, LOAD_OTHER], [STORE], ["cp.async.wait_group 1", LOAD]
 
 
 @pytest.mark.parametrize(
@@ -163,22 +150,13 @@ WAIT = "cp.async.wait_group 0"
         (["st.global.b32 [%rd4], %r1", "st.global.b32 [%rd4], %r1"], "race: this launch stores"),
         (["st.global.b32 [%rd3], %r1", "ld.global.b32 %r4, [%rd3]"], "race: this launch stores"),
         (["st.shared.b32 [%r2 + 4], %r1"], "outside of the memory"),
-        (["ld.shared.b32 %r4, [%r2]"], "shared memory that was not written"),
-        ([STORE, LOAD_OTHER], "race: read of what another thread wrote"),
+        ([LOAD], "shared memory that was not written"),
         ([STORE, "st.shared.b32 [%r3], %r1"], "race: write to what another thread wrote"),
-        ([STORE, BARRIER, LOAD_OTHER, STORE], "race: write to what another thread read"),
+        *((body, "race: write to what another thread read") for body in WRITES_AFTER_READS),
+        *((body, "race: read of what another thread wrote") for body in READS_AFTER_WRITES),
         (["mov.b32 %r4, 0", "st.shared.b32 [%r4], %r1"], "race: two threads write different values"),
-        ([*COPY, "ld.shared.b32 %r4, [%r2]"], "before cp.async.wait_group"),
-        ([*COPY, BARRIER, LOAD_OTHER], "before cp.async.wait_group"),
-        ([*COPY, STORE], "before cp.async.wait_group"),
-        ([*COPY, "cp.async.wait_group 1", "ld.shared.b32 %r4, [%r2]"], "before cp.async.wait_group"),
-        ([*COPY, BARRIER, WAIT, LOAD_OTHER], "race: read of what another thread wrote"),
-        ([STORE, "bar.warp.sync -1", LOAD_OTHER], "race: read of what another thread wrote"),
-        ([STORE, *LOAD_NEXT], "race: read of what another thread wrote"),
-        ([STORE, "bar.warp.sync -1", *LOAD_NEXT, STORE], "race: write to what another thread read"),
-        ([STORE, BARRIER, "ld.shared.b32 %r4, [0]", "bar.warp.sync -1", STORE], "thread read"),
-        (["@%p1 bra $end"], "threads diverge"),
-        (["@!%p1 bar.sync 0"], "threads diverge"),
+        *(([*COPY, *body], "before cp.async.wait_group") for body in TOO_EARLY),
+        *(([instruction], "threads diverge") for instruction in ("@%p1 bra $end", "@!%p1 bar.sync 0")),
     ],
 )
 def test_a_kernel_that_breaks_a_rule_faults_at_its_line(body, message):
@@ -189,7 +167,7 @@ def test_a_kernel_that_breaks_a_rule_faults_at_its_line(body, message):
 def test_kernels_with_all_barriers_and_waits_have_no_faults():
     for body in ([STORE, BARRIER, LOAD_OTHER, BARRIER, STORE], [*COPY, WAIT, BARRIER, LOAD_OTHER]):
         assert run_ptx(*body, "st.global.b32 [%rd4], %r4").tolist() == [i ^ 32 for i in range(64)]
-    body = STORE, "bar.warp.sync -1", *LOAD_NEXT, "bar.warp.sync -1", STORE, "st.global.b32 [%rd4], %r4"
+    body = STORE, SYNC, *LOAD_NEXT, SYNC, STORE, "st.global.b32 [%rd4], %r4"
     assert run_ptx(*body).tolist() == [i ^ 1 for i in range(64)]
 
 
