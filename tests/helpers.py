@@ -230,6 +230,11 @@ def check_greedy(model: Any, prompts: list[list[int]], num_tokens: int, answers:
     assert answers == [greedy(model, prompt, num_tokens, answer) for prompt, answer in both]
 
 
+def slow(*cases: Any) -> list[Any]:
+    """Return values of parameters with which a test runs only with `-m slow`."""
+    return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in cases]
+
+
 def tokens_of(outputs: Iterable[Any]) -> list[list[int]]:
     """Return the token ids of each request's first sample."""
     return [output.outputs[0].token_ids for output in outputs]

@@ -552,19 +552,15 @@ def test_int8_weights_are_named_and_change_log_probabilities_little(caplog):
 
 
 @pytest.mark.parametrize(
-    ("settings", "bits"),
-    [
-        ({}, 8),
-        ({"activations": "float"}, 0),
-        ({"dtype": "float32"}, 0),
-        ({"dtype": "float32", "activations": "int8"}, 8),
-    ],
+    ("dtype", "activations", "bits"),
+    [("bfloat16", "auto", 8), ("bfloat16", "float", 0), ("float32", "auto", 0), ("float32", "int8", 8)],
 )
-def test_activations_are_rounded_if_it_is_faster_and_the_log_says_so(settings, bits, monkeypatch, caplog):
+def test_activations_are_rounded_if_it_is_faster_and_the_log_says_so(
+    dtype, activations, bits, monkeypatch, caplog
+):
     monkeypatch.setattr(Kernels, "are_integers_fast", True)
-    with LLM(
-        str(DEMO), **{"quantization": "int4", "dtype": "bfloat16", "num_kv_blocks": 20} | settings
-    ) as llm:
+    settings = {"quantization": "int4", "dtype": dtype, "activations": activations}
+    with LLM(str(DEMO), num_kv_blocks=20, **settings) as llm:
         forms = [getattr(module, "form", None) for module in llm.llm_engine.runner.model.modules()]
         assert {form.activation_bits for form in forms if form and form.bits} == {bits}
     assert (" with int4 weights and int8 activations on cpu" in caplog.messages[-1]) == bool(bits)

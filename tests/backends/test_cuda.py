@@ -42,7 +42,7 @@ from tests.attention import (
     metadata_of,
 )
 from tests.doubles import FakeGPU, TritonKernels
-from tests.helpers import batch_of, check_greedy, checkpoint, make_sequence, random_prompts, tokens_of
+from tests.helpers import batch_of, check_greedy, checkpoint, make_sequence, random_prompts, slow, tokens_of
 
 BATCHES, SHAPES = (MIXED, ALL_FRESH, ALL_DECODES), ((4, 4, 8), (6, 2, 80), (8, 1, 256), (3, 3, 24))
 OF_BOTH = [
@@ -116,7 +116,7 @@ def test_a_batch_is_padded_to_the_next_graph_if_it_is_all_decodes(max_num_seqs):
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("lens", [MIXED, [(1, 300), (1, 2000)], [(5, 600), (3, 700)]])
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow), 256])
+@pytest.mark.parametrize("head_dim", [64, *slow(128), 256])
 @pytest.mark.parametrize("window", [None, 300])
 def test_varlen_attn_writes_all_rows_even_if_keys_are_split(flash_doubles, kv_heads, lens, head_dim, window):
     shape = {"heads": 4, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -416,22 +416,21 @@ def test_a_failed_capture_restores_the_thread_s_stream(failing, streams):
     assert (len(streams) == 2) == (failing == "what waits")
 
 
+IN_CHUNKS = {"max_num_batched_tokens": 100}
+
+
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
         *(("flash", model) for model in ("qwen3", "qwen2 sliding from layer 1", "gemma3")),
         ("varlen", "qwen3"),
-        pytest.param("varlen", "qwen2 sliding from layer 1", marks=pytest.mark.slow),
-        pytest.param("varlen", "gemma3", marks=pytest.mark.slow),
+        *slow(("varlen", "qwen2 sliding from layer 1"), ("varlen", "gemma3")),
     ],
 )
-@pytest.mark.parametrize("enforce_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("enforce_eager", [False, *slow(True)])
 @pytest.mark.parametrize(
     "settings",
-    [
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"max_num_batched_tokens": 100})),
-        {"num_kv_blocks": 5, "max_num_batched_tokens": 100},
-    ],
+    [*slow({}, IN_CHUNKS), IN_CHUNKS | {"num_kv_blocks": 5}],
     ids=["at once", "in chunks", "with preemption"],
 )
 def test_greedy_tokens_equal_transformers_in_any_batches(

@@ -30,7 +30,7 @@ from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import upload
 from nanoengine.engine import ModelRunner
 from tests import doubles
-from tests.helpers import checkpoint, random_prompts
+from tests.helpers import checkpoint, random_prompts, slow
 from tests.model_table import small_config, small_model
 
 REAL_VARLEN_ATTN = pytest.importorskip("torch.nn.attention.varlen", reason="PyTorch 2.9").varlen_attn
@@ -51,8 +51,7 @@ def cuda_guard(tmp_path_factory, pytestconfig):
     torch_path = Path(torch.__file__).parent
     source = tmp_path_factory.mktemp("guard") / "guard.cpp"
     source.write_text(GUARD)
-    library = source.with_suffix(".so")
-    kept = library
+    library = kept = source.with_suffix(".so")
     if hasattr(pytestconfig, "cache"):
         kept = pytestconfig.cache.mkdir("cuda_guard") / f"{torch.__version__}.so"
     if kept.exists():
@@ -95,22 +94,16 @@ def on_the_gpu(model, device):
         return moved[id(x)][1]
 
     for module in {*model.modules(), *(getattr(model, "head", model).modules())}:
-        for name, x in module._parameters.items():
-            if x is not None:
-                module._parameters[name] = move(x)
-        for name, x in module._buffers.items():
-            if x is not None:
-                module._buffers[name] = move(x)
-        for name, x in vars(module).items():
-            if isinstance(x, torch.Tensor):
-                setattr(module, name, move(x))
+        for held in (module._parameters, module._buffers, vars(module)):
+            held.update({name: move(x) for name, x in held.items() if isinstance(x, torch.Tensor)})
     if getattr(model, "rope_table", None):
         model.rope_table = tuple(map(move, model.rope_table))
     return model
 
 
-def attend(q, *tensors):
+def attend(q, *others, **named):
     """Do what a kernel does to shapes and devices."""
+    tensors = filter(torch.is_tensor, (*others, *named.values()))
     assert {x.device for x in tensors} == {q.device} == {torch.device("cuda", 0)}
     return torch.empty_like(q)
 
@@ -138,12 +131,7 @@ def fake_gpu(cuda_guard, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", REAL_VARLEN_ATTN)  # knows fake tensors
     flash: Any = types.ModuleType("flash_attn")
     flash.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # transformers looks for it
-    flash.flash_attn_with_kvcache = lambda q, k, v, *, cache_seqlens, block_table, **_: attend(
-        q, k, v, cache_seqlens, block_table
-    )
-    flash.flash_attn_varlen_func = lambda q, k, v, cu_q, cu_k, *_, block_table, **__: attend(
-        q, k, v, cu_q, cu_k, *([] if block_table is None else [block_table])
-    )
+    flash.flash_attn_with_kvcache = flash.flash_attn_varlen_func = attend
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
     load, launch, collect = nanoengine.assembly.load_model, ModelRunner.launch, ModelRunner.collect
 
@@ -202,9 +190,7 @@ def walk(path, fields, prompt_lengths=None, **settings):
 ALONE = [SETTINGS[0], SETTINGS[1], {"top_k": 5}, {"top_p": 0.9}, {"logprobs": 3}, {"prompt_logprobs": 2}]
 
 
-@pytest.mark.parametrize(
-    "settings", [ALONE[0], *(pytest.param(one, marks=pytest.mark.slow) for one in ALONE[1:])], ids=str
-)
+@pytest.mark.parametrize("settings", [ALONE[0], *slow(*ALONE[1:])], ids=str)
 def test_nothing_in_a_step_waits_for_the_gpu_or_leaves_it(settings, fake_gpu, babbler):
     with fake_gpu:
         assert "flash attention, " in walk(babbler, [settings, {}, settings])
@@ -216,10 +202,8 @@ def test_nothing_in_a_step_waits_for_the_gpu_or_leaves_it(settings, fake_gpu, ba
         ("flash", SETTINGS, {}),
         ("flash", SETTINGS[:1], {"num_kv_blocks": None}),  # the trial pass sizes the cache
         ("varlen", SETTINGS[:1], {}),
-        pytest.param("varlen", SETTINGS, {}, marks=pytest.mark.slow),
-        pytest.param(
-            "flash", SETTINGS, {"enforce_eager": True, "async_scheduling": False}, marks=pytest.mark.slow
-        ),
+        *slow(("varlen", SETTINGS, {})),
+        *slow(("flash", SETTINGS, {"enforce_eager": True, "async_scheduling": False})),
     ],
 )
 def test_batches_with_any_parameters_do_not_wait_for_the_gpu(backend, fields, settings, fake_gpu, babbler):
@@ -230,7 +214,7 @@ def test_batches_with_any_parameters_do_not_wait_for_the_gpu(backend, fields, se
 
 
 # Falcon with one KV head, or few, picks them by a list: transformers' own code waits for that in each layer.
-TRANSFORMERS = ["gpt2", "gemma2", "opt", "gemma", "falcon, many kv heads", "phi3", "granite", "cohere2"]
+TRANSFORMERS = ["gemma2", "opt", "gemma", "falcon, many kv heads", "phi3", "granite", "cohere2"]
 STATES = ["qwen3_5_text", "mamba2", "lfm2", "mamba", "olmo_hybrid"]
 
 
@@ -238,10 +222,10 @@ STATES = ["qwen3_5_text", "mamba2", "lfm2", "mamba", "olmo_hybrid"]
     ("name", "expected"),
     [
         ("qwen2 sliding from layer 1", " graphs ("),
-        *((name, "transformers' code") for name in TRANSFORMERS[:1]),
-        *(pytest.param(name, " graphs (", marks=pytest.mark.slow) for name in ("qwen3", "llama yarn rope")),
-        *(pytest.param(name, "transformers' code", marks=pytest.mark.slow) for name in TRANSFORMERS[1:]),
-        *(pytest.param(name, "no graphs (its layers", marks=pytest.mark.slow) for name in STATES),
+        ("gpt2", "transformers' code"),
+        *slow(("qwen3", " graphs ("), ("llama yarn rope", " graphs (")),
+        *slow(*((name, "transformers' code") for name in TRANSFORMERS)),
+        *slow(*((name, "no graphs (its layers") for name in STATES)),
     ],
 )
 def test_models_of_any_kind_do_not_wait_for_the_gpu(name, expected, fake_gpu, tmp_path_factory):
@@ -254,7 +238,7 @@ def test_models_of_any_kind_do_not_wait_for_the_gpu(name, expected, fake_gpu, tm
         assert expected in walk(path, SETTINGS[:2])
 
 
-@pytest.mark.parametrize("name", ["qwen3 tied, one kv head", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3 tied, one kv head", *slow("gpt2")])
 def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypatch, tmp_path_factory):
     linear = pytest.importorskip("nanoengine.backends.triton_linear")
     path, _ = checkpoint(name, tmp_path_factory)
@@ -284,7 +268,7 @@ def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypa
 
     class Launch:
         def __getitem__(self, grid):
-            return lambda out, *given, **_: attend(given[0], out, *filter(torch.is_tensor, given[1:]))
+            return lambda out, *given, **_: attend(given[0], out, *given[1:])
 
     monkeypatch.setitem(globals(), "on_the_gpu", on_the_host)
     monkeypatch.setattr(CUDA, "prepare", prepared)
@@ -326,12 +310,8 @@ def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_
     groups = [np.zeros(size, np.uint8) for size in [2 * 256 * 2 * 16 * 2] * 2]  # K and V of a layer each
     monkeypatch.setattr(kvstore, "decode", lambda data, fingerprint, token_ids, sizes: groups)
     answers = itertools.chain([False], itertools.repeat(True))  # the second prompt is there, not the first
-    store = types.SimpleNamespace(
-        touch=lambda keys: [next(answers) for _ in keys],
-        get=lambda keys: [b""] * len(keys),
-        put=lambda key, data: None,
-        delete=lambda key: None,
-    )
+    touch, get = (lambda keys: [next(answers) for _ in keys], lambda keys: [b""] * len(keys))
+    store = types.SimpleNamespace(touch=touch, get=get, put=lambda key, data: None, delete=lambda key: None)
     with fake_gpu:
         walk(path, [{}, {}], kv_store=store, prompt_lengths=[300, 280])
     assert set(calls) == {"_copy_out", "_write_block"}
@@ -340,15 +320,10 @@ def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda logits: logits.argmax().item(),
-        lambda logits: bool(logits.isnan().any()),
-        lambda logits: logits[0].tolist(),
-        lambda logits: logits.cpu(),
-        lambda logits: logits[logits > 0],
-        lambda logits: logits.nonzero(),
-        lambda logits: logits + torch.ones(logits.shape[1]),
-        lambda logits: logits + torch.ones(1).to(logits.device),
-        lambda logits: logits.__setitem__((0, upload(np.array([1]), logits.device)), -1.0),
+        *(lambda x: x.argmax().item(), lambda x: bool(x.isnan().any()), lambda x: x[0].tolist()),
+        *(lambda x: x.cpu(), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x + torch.ones(x.shape[1])),
+        lambda x: x + torch.ones(1).to(x.device),
+        lambda x: x.__setitem__((0, upload(np.array([1]), x.device)), -1.0),
     ],
 )
 def test_a_wait_or_a_tensor_on_the_cpu_is_noticed(wait, fake_gpu, babbler, monkeypatch):

@@ -25,6 +25,7 @@ from tests.attention import (
     dense,
     metadata_of,
 )
+from tests.helpers import slow
 
 
 @pytest.fixture(params=["torch", "compiled", "torch int8", "compiled int8"])
@@ -64,12 +65,12 @@ IN_BFLOAT16 = [
 ]
 
 
-def in_dtype(dtype, cases):
+def in_dtype(dtype, *cases):
     return [(lens, {"dtype": dtype, **settings}) for lens, settings in cases]
 
 
-IN_FLOAT16 = [pytest.param(*x, marks=pytest.mark.slow) for x in in_dtype(torch.float16, IN_BOTH_DTYPES)]
-IN_OTHERS = in_dtype(torch.bfloat16, [*IN_BOTH_DTYPES, *IN_BFLOAT16]) + IN_FLOAT16
+IN_OTHERS = in_dtype(torch.bfloat16, *IN_BOTH_DTYPES, *IN_BFLOAT16)
+IN_OTHERS += slow(*in_dtype(torch.float16, *IN_BOTH_DTYPES))
 
 
 @pytest.mark.parametrize(("lens", "settings"), [*CASES, *IN_BOTH_DTYPES, *IN_OTHERS], ids=case_id)
@@ -82,16 +83,12 @@ def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
     check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS, alibi_slopes=SLOPES)
 
 
-def at_length(*cases):
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 2, 20), (16, 4, 32), *at_length((1, 1, 16), (96, 2, 64))], ids=str)
+@pytest.mark.parametrize("shape", [[3, 2, 20], [16, 4, 32], *slow([1, 1, 16], [96, 2, 64])], ids=str)
 @pytest.mark.parametrize(
-    "settings", [{"window": 70, **BOTH, **WITH_ALIBI}, *at_length({}, {"window": 300})], ids=case_id
+    "settings", [{"window": 70, **BOTH, **WITH_ALIBI}, *slow({}, {"window": 300})], ids=case_id
 )
 def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(exact, int8, dtype, shape, settings):
     """To the last bit, so that no sampled token can. Sequences share nothing, a beginning, or everything."""

@@ -10,6 +10,7 @@ import torch
 from docs.ptx import Cta, Fault, GlobalMemory, Kernel
 from nanoengine.backends import triton_attention as backend
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
+from tests.helpers import slow
 from tests.launches import MUTATIONS, Emulated, obstacle
 
 if reason := obstacle():
@@ -66,7 +67,7 @@ SLOW_CASES = [
 
 @pytest.mark.parametrize(
     ("generation", "lens", "dtype", "settings"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    [*CASES, *slow(*SLOW_CASES)],
     ids=case_id,
 )
 def test_what_triton_compiles_for_a_gpu_equals_dense_attention(generation, lens, dtype, settings):
@@ -130,10 +131,10 @@ STORE, BARRIER, LOAD_OTHER = "st.shared.b32 [%r2], %r1", "bar.sync 0", "ld.share
 LOAD_NEXT = "xor.b32 %r3, %r2, 4", "ld.shared.b32 %r4, [%r3]"
 COPY = "cp.async.ca.shared.global [%r2], [%rd3], 0x4, 4", "cp.async.commit_group"
 WAIT, LOAD, SYNC = "cp.async.wait_group 0", "ld.shared.b32 %r4, [%r2]", "bar.warp.sync -1"
-READS_AFTER_WRITES = [STORE, LOAD_OTHER], [STORE, SYNC, LOAD_OTHER], [STORE, *LOAD_NEXT]
-READS_AFTER_WRITES += ([*COPY, BARRIER, WAIT, LOAD_OTHER],)
-WRITES_AFTER_READS = [STORE, BARRIER, LOAD_OTHER, STORE], [STORE, SYNC, *LOAD_NEXT, STORE]
-WRITES_AFTER_READS += ([STORE, BARRIER, "ld.shared.b32 %r4, [0]", SYNC, STORE],)
+READS_AFTER_WRITES = [[STORE, LOAD_OTHER], [STORE, SYNC, LOAD_OTHER], [STORE, *LOAD_NEXT]]
+READS_AFTER_WRITES += [[*COPY, BARRIER, WAIT, LOAD_OTHER]]
+WRITES_AFTER_READS = [[STORE, BARRIER, LOAD_OTHER, STORE], [STORE, SYNC, *LOAD_NEXT, STORE]]
+WRITES_AFTER_READS += [[STORE, BARRIER, "ld.shared.b32 %r4, [0]", SYNC, STORE]]
 TOO_EARLY = [LOAD], [BARRIER, LOAD_OTHER], [STORE], ["cp.async.wait_group 1", LOAD]
 
 

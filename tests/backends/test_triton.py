@@ -41,7 +41,7 @@ from tests.attention import (
     check_attention,
     metadata_of,
 )
-from tests.helpers import check_greedy, checkpoint, random_prompts, tokens_of
+from tests.helpers import check_greedy, checkpoint, random_prompts, slow, tokens_of
 from tests.launches import TARGETS, Recorder, compile_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,11 +62,8 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="run again under Triton
 compiles = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
 
 
-at_length = pytest.mark.slow
-
-
 @compiles
-@at_length
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["test_triton.py", "test_triton_linear.py"])
 def test_all_of_a_file_passes_under_tritons_interpreter(file):
     path = str(Path(__file__).with_name(file))
@@ -80,9 +77,7 @@ def test_all_of_a_file_passes_under_tritons_interpreter(file):
 
 def test_every_test_that_runs_kernels_runs_on_a_gpu_too():
     for name, test in globals().items():
-        if name.startswith("test_") and {"check_attention", "attend", "try_out", "write_kv"} & set(
-            test.__code__.co_names
-        ):
+        if name.startswith("test_") and {"check_attention", "attend", "try_out"} & {*test.__code__.co_names}:
             assert "gpu" in {mark.name for mark in test.pytestmark}, name
 
 
@@ -136,7 +131,7 @@ SLOW_CASES = [
 @runs_kernels
 @pytest.mark.parametrize(
     ("lens", "settings"),
-    [*CASES, *(pytest.param(*case, marks=at_length) for case in SLOW_CASES)],
+    [*CASES, *slow(*SLOW_CASES)],
     ids=case_id,
 )
 def test_any_batch_and_layer_equals_dense_attention(lens, settings):
@@ -186,8 +181,7 @@ def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
     ("dtype", "settings"),
     [
         (torch.float32, {}),
-        pytest.param(torch.bfloat16, {}, marks=at_length),
-        pytest.param(torch.float32, {"window": 300, "softcap": 3.0}, marks=at_length),
+        *slow((torch.bfloat16, {}), (torch.float32, {"window": 300, "softcap": 3.0})),
     ],
 )
 def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(dtype, settings):
@@ -198,23 +192,6 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(dtype, settings):
         for i, out in zip(order, together, strict=True):
             assert torch.equal(out, alone[i]), f"sequence {i} of {list(order)}"
             assert out.isfinite().all()
-
-
-@runs_kernels
-@pytest.mark.parametrize(
-    ("heads", "k_dim", "v_dim", "dtype"),
-    [(3, 11, 11, torch.float32), (2, 24, 16, torch.bfloat16), (1, 128, 128, torch.float16)],
-)
-def test_keys_and_values_are_written_to_their_slots(heads, k_dim, v_dim, dtype):
-    qkv = torch.randn(5, 40 + heads * (k_dim + v_dim), device=DEVICE).to(dtype)
-    k, v = qkv[:, 40:].split([heads * k_dim, heads * v_dim], dim=1)  # apart, inside a projection
-    k, v = k.view(5, heads, k_dim), v.view(5, heads, v_dim)
-    caches = [torch.randn(4, 4, heads, dim, device=DEVICE).to(dtype) for dim in (k_dim, v_dim)]
-    expected, slots = [cache.clone() for cache in caches], torch.tensor([9, 0, 15, 4, 6], device=DEVICE)
-    for cache, x in zip(expected, (k, v), strict=True):
-        cache.view(16, heads, -1)[slots] = x
-    backend.write_kv(*caches, k, v, slots)
-    assert all(map(torch.equal, caches, expected))
 
 
 @runs_kernels
@@ -249,10 +226,8 @@ CHUNKS = {"num_kv_blocks": 5, "max_num_batched_tokens": 30}  # and preemption
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        pytest.param("qwen3", {}, marks=at_length),
-        pytest.param("qwen3", CHUNKS, marks=at_length),
         ("qwen2 sliding from layer 1", CHUNKS),
-        pytest.param("gemma3", CHUNKS, marks=at_length),
+        *slow(("qwen3", {}), ("qwen3", CHUNKS), ("gemma3", CHUNKS)),
     ],
 )
 def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_factory):
@@ -276,12 +251,7 @@ EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 
 
 @runs_kernels
-def test_it_can_be_used_wherever_its_kernels_run():
-    assert try_out(TritonAttention, [SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
-
-
-@runs_kernels
-def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
+def test_it_can_be_used_unless_its_kernels_fail_or_compute_wrong_numbers(monkeypatch):
     class Broken:
         def __getitem__(self, grid):
             raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
@@ -290,7 +260,8 @@ def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **kwargs: args[0].fill_(0)
 
-    try_it = functools.partial(try_out, TritonAttention, [SPEC], frozenset(), 16, torch.device(DEVICE))
+    try_it = functools.partial(try_out, TritonAttention, [SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE))
+    assert try_it() is None
     monkeypatch.setattr(backend, "_attend_kernel", Broken())
     assert try_it() == "it failed when tried: RuntimeError: Failed to find C compiler."
     monkeypatch.setattr(backend, "_attend_kernel", Idle())
@@ -339,6 +310,7 @@ def stack_bytes(compiled, path):
 DENSE, WIDE = (torch.bfloat16, 128, 8, 2, ALL_SETTINGS), (torch.bfloat16, 256, 8, 2, PLAIN)
 NARROW, FULL = (torch.float16, 64, 8, 2, PLAIN), (torch.float32, 128, 8, 2, ALL_SETTINGS)
 ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8, 2, ALL_SETTINGS)
+SHAPES = DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING
 
 
 @compiles
@@ -347,11 +319,8 @@ ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8,
     [
         ("sm90", DENSE),
         ("gfx942", NARROW),
-        *(
-            pytest.param(generation, case, marks=at_length)
-            for generation in TILES
-            for case in (DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING)
-            if (generation, case[0]) != ("sm75", torch.bfloat16)  # float16 there
+        *slow(
+            *((generation, x) for generation in TILES for x in SHAPES if (generation, x[0]) != ("sm75", HALF))
         ),
     ],
 )

@@ -11,6 +11,7 @@ from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling.filters import in_chunks
 from nanoengine.sampling.sampler import draw_chunks
 from tests import launches
+from tests.helpers import slow
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -21,7 +22,7 @@ TOLERANCE = {HALF: 4e-3, BRAIN: 1.6e-2, FULL: 1e-5}
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # the interpreter needs none
 
 
-@pytest.fixture(params=[*(pytest.param(x, marks=pytest.mark.slow) for x in ("sm75", "sm80", "sm89")), "sm90"])
+@pytest.fixture(params=["sm90", *slow("sm75", "sm80", "sm89")])
 def generation(request, monkeypatch):
     """Execute the kernels as compiled for each generation of GPUs, or on the GPU that is there."""
     torch.manual_seed(0)  # the tolerance holds for most random numbers
@@ -48,18 +49,13 @@ def check(out, expected, dtype):
 @pytest.mark.parametrize("size", [48, 1000])
 def test_norms_equal_pytorch_s(generation, dtype, size):
     skip_without_bfloat16(generation, dtype)
-    x, residual, weight = (
-        torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((3, size), (3, size), (size,))
-    )
-    kernels = layers.TritonKernels(PlainKernels)
-    out, total = kernels.rms_norm(x, weight, 1e-6)
-    check(out, PlainKernels.rms_norm(x, weight, 1e-6)[0], dtype)
+    x, residual, weight = torch.randn(3, 3, size, device=DEVICE).to(dtype)
+    kernels, given = layers.TritonKernels(PlainKernels), (weight[0], 1e-6)
+    out, total = kernels.rms_norm(x, *given)
+    check(out, PlainKernels.rms_norm(x, *given)[0], dtype)
     assert total is x
-    for got, expected in zip(
-        kernels.rms_norm(x, weight, 1e-6, residual),
-        PlainKernels.rms_norm(x, weight, 1e-6, residual),
-        strict=True,
-    ):
+    both = kernels.rms_norm(x, *given, residual), PlainKernels.rms_norm(x, *given, residual)
+    for got, expected in zip(*both, strict=True):
         check(got, expected, dtype)
 
 
@@ -89,12 +85,9 @@ def test_one_launch_prepares_queries_and_writes_keys_and_values(
     slots = torch.tensor([9, 0, 6], device=DEVICE)
     cache = KVCache(*(torch.randn(4, 4, kv_heads, dim, device=DEVICE).to(dtype) for _ in "kv"))
     before = KVCache(cache.k.clone(), cache.v.clone())
-    attention = types.SimpleNamespace(
-        place_for=lambda q, cache: (q.new_empty(q.shape).fill_(torch.nan), slots)
-    )
-    got = layers.TritonKernels(PlainKernels).norm_rotate_both(
-        q, k, v, *of_heads, attention=attention, cache=cache
-    )
+    attention = types.SimpleNamespace(place_for=lambda q, cache: (torch.full_like(q, torch.nan), slots))
+    kernels, where = layers.TritonKernels(PlainKernels), {"attention": attention, "cache": cache}
+    got = kernels.norm_rotate_both(q, k, v, *of_heads, **where)
     assert got[1] is cache.k
     assert got[2] is cache.v
     check(got[0], wanted[0], dtype)
@@ -108,10 +101,8 @@ def test_one_launch_prepares_queries_and_writes_keys_and_values(
 def test_without_a_place_for_them_pytorch_rotates_keys():
     q, k, v = (torch.randn(2, 1, 16) for _ in "qkv")
     rope = torch.ones(2, 1, 16), torch.zeros(2, 1, 16)
-    attention = types.SimpleNamespace(place_for=lambda q, cache: None)
-    got = layers.TritonKernels(PlainKernels).norm_rotate_both(
-        q, k, v, (None, None), 0.0, rope, attention=attention, cache=KVCache(k, v)
-    )
+    where = {"attention": types.SimpleNamespace(place_for=lambda q, cache: None), "cache": KVCache(k, v)}
+    got = layers.TritonKernels(PlainKernels).norm_rotate_both(q, k, v, (None, None), 0.0, rope, **where)
     assert all(map(torch.equal, got, (q, k, v)))
 
 

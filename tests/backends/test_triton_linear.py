@@ -16,12 +16,12 @@ from tests import doubles
 from tests.backends.test_kernels import quantized
 from tests.backends.test_triton import DEVICE, INTERPRETED, compiles, interpreted, runs_kernels, stack_bytes
 from tests.checkpoints.test_quantized_formats import CHECKPOINTS, check_equal, write, write_gguf
-from tests.helpers import checkpoint, hf_model, random_prompts
+from tests.helpers import checkpoint, hf_model, random_prompts, slow
 from tests.launches import TARGETS, Emulated, Recorder, compile_launch, obstacle
 
 from nanoengine.backends import triton_linear as backend  # isort: skip  # test_triton skips without Triton
 
-slow, HALF, BRAIN, FULL = pytest.mark.slow, torch.float16, torch.bfloat16, torch.float32
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 executed = pytest.mark.skipif(bool(obstacle()), reason=str(obstacle()))
 # Outputs, inputs, bits, group, zeros; 96 inputs of 4 bits fill one and a half pairs of tiles.
 ODD, WIDE, BYTES = (70, 96, 4, 32, True), (33, 256, 4, 128, False), (65, 128, 8, 128, True)
@@ -78,7 +78,7 @@ SLOW_CASES = [
 @executed
 @pytest.mark.parametrize(
     ("generation", "num_tokens", "shape", "dtype"),
-    [*CASES, *(pytest.param(*case, marks=slow) for case in SLOW_CASES)],
+    [*CASES, *slow(*SLOW_CASES)],
 )
 def test_what_triton_compiles_for_a_gpu_equals_the_dequantized_product(generation, num_tokens, shape, dtype):
     execute(generation, num_tokens, shape, dtype)
@@ -141,8 +141,7 @@ ON_A_GPU = {"attn_backend": "triton", "block_size": 16, "max_num_seqs": 2, "max_
     [
         ("awq", {"dtype": "bfloat16"}),
         ("gptq in 8 bits", {"dtype": "bfloat16", "model_impl": "transformers"}),
-        pytest.param("gptq", {}, marks=slow),
-        pytest.param("compressed, int8", {"dtype": "bfloat16"}, marks=slow),
+        *slow(("gptq", {}), ("compressed, int8", {"dtype": "bfloat16"})),
     ],
 )
 def test_weights_stay_quantized_on_a_gpu(name, settings, flash_doubles, tmp_path, caplog, monkeypatch):
@@ -161,26 +160,21 @@ def rounded(path, **settings):
     with LLM(path, **{"num_kv_blocks": 20, "max_num_seqs": 2, "max_model_len": 64, **settings}) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         modules = llm.llm_engine.runner.model.named_modules()
-        layers = {
-            name.replace(".layer.", "."): x for name, x in modules if hasattr(x, "form") and x.form.bits
-        }
-        held = {name: (x.form.bits, x.form.group, x.weight) for name, x in layers.items()}
+        layers = ((name.replace(".layer.", "."), x) for name, x in modules if getattr(x, "form", (0,))[0])
+        held = {name: (x.form.bits, x.form.group, x.weight) for name, x in layers}
         line = llm.llm_engine.describe()
     entries = [entry for out in outputs for entry in out.prompt_logprobs[1:]]
     logprobs = torch.tensor([x.logprob for entry in entries for x in entry.values()])
     return [out.outputs[0].token_ids for out in outputs], logprobs, held, line
 
 
-NAMES = "qwen3 tied, one kv head", "llama odd sizes", "gpt2", "mixtral", "gemma3", "qwen3"
-AT_LENGTH = {*zip(NAMES, ["int8", "int4"] * 3, strict=True)} - {("qwen3 tied, one kv head", "int8")}
+TIED, NAMES = "qwen3 tied, one kv head", ("llama odd sizes", "gpt2", "mixtral", "gemma3", "qwen3")
+EACH_IN_ONE = [*zip(NAMES, ["int8", "int4"] * 3, strict=False)]
+IN_THE_OTHER = [*zip(NAMES, ["int4", "int8"] * 3, strict=False)]
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(*one, marks=slow if one in AT_LENGTH else ())
-        for one in itertools.product(NAMES, ("int4", "int8"))
-    ],
+    ("name", "form"), [(TIED, "int4"), (TIED, "int8"), *EACH_IN_ONE, *slow(*IN_THE_OTHER)]
 )
 def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # Triton's interpreter needs it
@@ -188,7 +182,7 @@ def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp
     on_cpu, logprobs, layers, line = rounded(path, **settings)
     doubles.install(monkeypatch)
     if INTERPRETED:
-        if name != NAMES[0]:
+        if name != TIED:
             pytest.skip("it takes minutes")
         settings |= ON_A_GPU
     else:
@@ -207,19 +201,16 @@ def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp
 
 def test_a_quantized_embedding_of_a_gguf_file_is_read_from_the_head(in_float32, monkeypatch, tmp_path):
     doubles.install_linear(monkeypatch)
-    model = write_gguf(
-        tmp_path / "model.gguf", hf_model("qwen3 tied, one kv head"), "Q8_0", "qwen3", tied=True
-    )
-    assert check_equal(model, tmp_path / "model.gguf", max_num_seqs=2) == {8}
+    path = tmp_path / "model.gguf"
+    model = write_gguf(path, hf_model("qwen3 tied, one kv head"), "Q8_0", "qwen3", tied=True)
+    assert check_equal(model, path, max_num_seqs=2) == {8}
 
 
 def test_weights_are_not_rounded_at_load_if_nothing_could_multiply_them(flash_doubles, monkeypatch):
     with pytest.raises(ValueError, match="quantization='int4' cannot be used: enforce_eager"):
         LLM("demo", quantization="int4", enforce_eager=True)
     monkeypatch.setattr(backend, "try_out", lambda *_: 1 / 0)
-    with pytest.raises(
-        ValueError, match="quantization='int8' cannot be used: triton_linear failed when tried"
-    ):
+    with pytest.raises(ValueError, match="'int8' cannot be used: triton_linear failed when tried"):
         LLM("demo", quantization="int8")
 
 
@@ -232,7 +223,7 @@ def test_too_little_memory_for_integers_is_an_error_about_memory(
 
     monkeypatch.setattr(backend, "TritonLinear", refuse)
     with pytest.raises(
-        ValueError, match=r"no room on cpu for the weights, rounded to 4 bits: CUDA out of mem"
+        ValueError, match="no room on cpu for the weights, rounded to 4 bits: CUDA out of mem"
     ):
         LLM("demo", quantization="int4", **settings)
     write(tmp_path, *CHECKPOINTS["awq"][:2])
@@ -244,18 +235,13 @@ def test_too_little_memory_for_integers_is_an_error_about_memory(
 
 def line_of(weight, dtype=BRAIN):
     """Return what a GPU makes of a weight, and its notes for the user."""
-    from tests.doubles import FakeGPU
-
-    gpu = FakeGPU(torch.device("cpu"), EngineConfig(model="demo"))
+    gpu = doubles.FakeGPU(torch.device("cpu"), EngineConfig(model="demo"))
     return [gpu.pack(weight, None, dtype) for _ in range(2)], gpu.notes
 
 
 def test_what_cannot_stay_quantized_is_in_the_first_line(flash_doubles, tmp_path, caplog, monkeypatch):
-    wrong = quantized(16, 40, 4, 20, False)
-    assert line_of(wrong) == (
-        [None, None],
-        ["weights dequantized: groups of 20 inputs, or scales that float16 cannot hold"],
-    )
+    reason = "weights dequantized: groups of 20 inputs, or scales that float16 cannot hold"
+    assert line_of(quantized(16, 40, 4, 20, False)) == ([None, None], [reason])
 
     class Idle:
         def __getitem__(self, grid):
@@ -296,14 +282,8 @@ def launch_of(num_tokens, shape, dtype, generation, monkeypatch):
     ("generation", "dtype", "num_tokens", "bits"),
     [
         ("sm90", BRAIN, 100, 4),
-        *(pytest.param("sm80", BRAIN, n, 4, marks=slow) for n in (1, 100)),
-        *(
-            pytest.param(generation, dtype, n, bits, marks=slow)
-            for generation in TARGETS
-            for dtype in (HALF, FULL)
-            for n in (1, 100)
-            for bits in (4, 8)
-        ),
+        *slow(("sm80", BRAIN, 1, 4), ("sm80", BRAIN, 100, 4)),
+        *slow(*itertools.product(TARGETS, (HALF, FULL), (1, 100), (4, 8))),
     ],
 )
 def test_the_kernel_compiles_without_spilling_and_uses_tensor_cores(

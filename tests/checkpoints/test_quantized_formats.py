@@ -36,6 +36,7 @@ from tests.helpers import (
     hf_model,
     open_checkpoint,
     random_prompts,
+    slow,
     tokens_of,
 )
 
@@ -265,7 +266,7 @@ def check_equal(model, path, dtype="float32", **settings):
 SETTINGS = [{"model_impl": "transformers"}, {"enforce_eager": True}, {"dtype": "bfloat16"}]
 
 
-@pytest.mark.parametrize("settings", [{}, *(pytest.param(x, marks=pytest.mark.slow) for x in SETTINGS)])
+@pytest.mark.parametrize("settings", [{}, *slow(*SETTINGS)])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_quantized_checkpoint_computes_with_its_dequantized_weights(name, settings, tmp_path, caplog):
     stated, writer, bits = CHECKPOINTS[name]
@@ -298,9 +299,7 @@ def as_part(path, stated):
     save_file({f"language_model.{name}": x for name, x in tensors.items()}, path / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "fp8", "nf4"))]
-)
+@pytest.mark.parametrize("name", ["gptq", *slow("awq", "fp8", "nf4")])
 def test_the_config_of_a_language_model_may_state_its_format(name, tmp_path):
     stated, writer, _ = CHECKPOINTS[name]
     model = write(tmp_path, stated, writer, hf_model("llama without gqa"))
@@ -343,7 +342,7 @@ def test_a_quantized_weight_of_another_shape_is_refused_on_transformers_code(tmp
         LLM(str(tmp_path), model_impl="transformers", num_kv_blocks=20)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, *slow(2)])
 @pytest.mark.parametrize("size", [64, 48])
 @pytest.mark.parametrize(
     ("stated", "writer"),
@@ -612,7 +611,7 @@ def gguf_of(path, name, kind, family, **settings):
     return write_gguf(path, model, kind, family, **settings)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gguf_file_of_every_type_computes_with_its_dequantized_weights(kind, dtype, tmp_path):
     model = gguf_of(tmp_path / "model.gguf", "Qwen3", kind, "qwen3")

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from tests.checkpoints import test_quantized_formats as formats
-from tests.helpers import TINY, random_prompts, with_random_norms
+from tests.helpers import TINY, random_prompts, slow, with_random_norms
 
 NUM_CASES = int(os.environ.get("CASES", 240))
 FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}  # their names in GGUF
@@ -274,9 +274,7 @@ class Case:
         return logits[range(len(tokens) - 1), tokens[1:]]
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, NUM_CASES))]
-)
+@pytest.mark.parametrize("seed", [*range(15), *slow(*range(15, NUM_CASES))])
 def test_random_checkpoint_computes_with_its_dequantized_weights(seed):
     with tempfile.TemporaryDirectory() as path, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, about tied weights

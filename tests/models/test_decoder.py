@@ -14,7 +14,7 @@ from nanoengine.backends.cpu.onednn import OneDNNLinear
 from nanoengine.backends.cpu.packed_layers import PackedLinear
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import RMSNorm
-from tests.helpers import ARCHITECTURES, TINY, check_greedy, checkpoint, random_prompts, tokens_of
+from tests.helpers import ARCHITECTURES, TINY, check_greedy, checkpoint, random_prompts, slow, tokens_of
 
 LENGTHS = [1, 2, 15, 16, 17, 64, 300]
 NUM_NEW = 18
@@ -46,11 +46,9 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
             assert tokens_of(llm.generate(prompts[index], params, use_tqdm=False)) == [batched[index]]
 
 
-@pytest.mark.parametrize("enforce_eager", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("enforce_eager", [False, *slow(True)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "name", ["qwen3", "llama with biases", pytest.param("llama yarn rope", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["qwen3", "llama with biases", *slow("llama yarn rope")])
 def test_logprobs_are_as_accurate_as_transformers_in_any_dtype(name, dtype, enforce_eager, tmp_path_factory):
     """The distance to float32, over a whole prompt, is at most that of transformers' own eager attention."""
     path, reference = checkpoint(name, tmp_path_factory)

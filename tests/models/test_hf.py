@@ -37,6 +37,7 @@ from tests.helpers import (
     composite_of,
     hf_model,
     random_prompts,
+    slow,
     tokens_of,
 )
 
@@ -56,7 +57,7 @@ def test_greedy_tokens_equal_transformers_chunked_cached_and_preempted(name, tmp
     assert check_served(path, reference, LENGTHS, NUM_NEW) == "transformers'"
 
 
-@pytest.mark.parametrize("intermediate_size", [33, pytest.param(98, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("intermediate_size", [33, *slow(98)])
 def test_experts_may_have_any_size(intermediate_size, tmp_path):
     torch.manual_seed(0)
     sizes = {**TINY, "intermediate_size": intermediate_size, "num_local_experts": 4}
@@ -225,10 +226,10 @@ def test_multimodal_models_have_the_names_of_transformers():
     assert {*hf_config.WITH_CAUSAL_LM, *hf_config.LANGUAGE_PARTS} <= {*CONFIG_MAPPING.keys()}
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [False, *slow(True)])
 @pytest.mark.parametrize(
     ("family", "text", "vision", "code"),
-    [*WITH_IMAGES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WITH_IMAGES_SLOW)],
+    [*WITH_IMAGES, *slow(*WITH_IMAGES_SLOW)],
 )
 def test_the_language_part_of_multimodal_models_is_served(family, text, vision, code, tied, tmp_path, capsys):
     torch.manual_seed(0)

@@ -33,6 +33,7 @@ from tests.helpers import (
     hf_model,
     open_checkpoint,
     random_prompts,
+    slow,
     tokens_of,
 )
 
@@ -477,7 +478,7 @@ def loaded_on(device, path, **settings):
     return _load_transformers(opened, config, Target(torch.bfloat16, torch.device(device), lambda *_: None))
 
 
-@pytest.mark.parametrize("load_format", ["auto", pytest.param("dummy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("load_format", ["auto", *slow("dummy")])
 @pytest.mark.parametrize("name", HF_ARCHITECTURES)
 def test_transformers_fills_a_model_on_its_device(name, load_format, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
