@@ -245,9 +245,8 @@ def fill_quantized(
         if isinstance(new, nn.Parameter):
             layer.weight = new
         else:
-            model.set_submodule(
-                path, PackedEmbedding.of(layer, new) if isinstance(layer, nn.Embedding) else new
-            )
+            new = PackedEmbedding.of(layer, new) if isinstance(layer, nn.Embedding) else new
+            model.set_submodule(path, new)
 
 
 def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> None:

@@ -350,11 +350,14 @@ def generation(device: torch.device) -> str:
     return "sm90" if major in (9, 10) else "sm89"
 
 
+Launch = tuple[tuple[int, ...], dict[str, Any]]  # grid and constants
+
+
 class Plan(NamedTuple):
     """Holds what the layers of one shape have in common in a step, so that the host computes it once."""
 
-    launches: list[tuple[tuple[int, ...], dict[str, Any]]]  # grid and constants: of decodes, and of chunks
-    combining: list[tuple[tuple[int, ...], dict[str, Any]]]  # the same, if the splits of decodes are combined
+    launches: list[Launch]  # of decodes, and of chunks
+    combining: list[Launch]  # if the splits of decodes are combined
     parts: tuple[Tensor, Tensor]  # memory for splits, which one layer after the other uses
     numbers: tuple[Any, ...]
 
@@ -416,7 +419,7 @@ class TritonAttention(PagedAttention):
         def in_keys(tiles: Tiles) -> dict[str, Any]:
             return {"KEYS": tiles.keys, "CARRY": self.block_size % tiles.keys == 0}
 
-        def launch(tiles: Tiles, rows: int, is_decode: bool) -> tuple[tuple[int, ...], dict[str, Any]]:
+        def launch(tiles: Tiles, rows: int, is_decode: bool) -> Launch:
             # If the query heads of a KV head do not fit into one tile, they are divided among several.
             num_parts = -(-group // rows)
             heads = -(-group // num_parts)
@@ -427,12 +430,10 @@ class TritonAttention(PagedAttention):
             grid = num_tiles, num_parts * num_kv_heads, turns if is_decode else 1
             return grid, {**shape, **tile, **splits, **options}
 
-        launches = list[tuple[tuple[int, ...], dict[str, Any]]]()
-        combining = list[tuple[tuple[int, ...], dict[str, Any]]]()
+        launches, combining = list[Launch](), list[Launch]()
         if meta.has_decodes:
-            launches.append(
-                launch(decode_tiles, min(max(16, triton.next_power_of_2(group)), tiles.rows), True)
-            )
+            rows = min(max(16, triton.next_power_of_2(group)), tiles.rows)
+            launches.append(launch(decode_tiles, rows, True))
         if meta.has_decodes and turns > 1:
             sizes = {"num_splits": num_splits, "H": num_heads, "V_DIM": v_dim, "V_PAD": v_pad}
             combining.append(((num_seqs, num_heads), {**sizes, **in_keys(decode_tiles), **splits}))

@@ -300,8 +300,7 @@ def _is_gguf(path: Path) -> bool:
 def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
     """Return the torch dtype for "auto" (the checkpoint's own) or a dtype's name, such as "bfloat16"."""
     if dtype == "auto":
-        # transformers 5 calls it `dtype`, older versions `torch_dtype`.
-        dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
+        dtype = getattr(hf_config, "dtype", None) or "float32"
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if resolved not in SERVED_DTYPES:
         raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {dtype!r}")

@@ -224,17 +224,10 @@ def _load(file: GGUFFile) -> Any:
     types = _numbers(file, "token_type", len(tokens))
     # llama.cpp knows by the name, too, that special tokens take the spaces after them.
     strips = re.search("phi-?3", str(fields.get("general.name")), re.IGNORECASE) is not None
-    backend.add_tokens(
-        [
-            AddedToken(
-                tokens[i],
-                normalized=False,
-                special=bool(types[i] != USER_DEFINED),
-                rstrip=strips and tokens[i] not in ("<unk>", "<s>", "<|endoftext|>"),
-            )
-            for i in np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED)))
-        ]
-    )
+    for i in np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED))):
+        rstrip = strips and tokens[i] not in ("<unk>", "<s>", "<|endoftext|>")
+        special = bool(types[i] != USER_DEFINED)
+        backend.add_tokens([AddedToken(tokens[i], normalized=False, special=special, rstrip=rstrip)])
     special_tokens = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = file.token_id(theirs)
@@ -242,10 +235,8 @@ def _load(file: GGUFFile) -> Any:
         if token_id is not None and 0 <= token_id < len(tokens):
             special_tokens[f"{ours}_token"] = tokens[token_id]
     added = {}
-    for end, default in (
-        ("bos", model == "llama" or fields.get("tokenizer.ggml.pre") in ADD_BOS),
-        ("eos", False),
-    ):
+    adds_bos = model == "llama" or fields.get("tokenizer.ggml.pre") in ADD_BOS
+    for end, default in (("bos", adds_bos), ("eos", False)):
         # llama.cpp adds Gemma 4's BOS also where the file says otherwise.
         is_added = fields.get(f"tokenizer.ggml.add_{end}_token", default) or (model, end) == ("gemma4", "bos")
         token = special_tokens.get(f"{end}_token")

@@ -34,8 +34,7 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight consecutive o
 class Format(NamedTuple):
     """Describes how a checkpoint stores quantized weights, each as several tensors."""
 
-    name: str  # shown to the user
-    parts: dict[str, tuple[str, ...]]  # ends of tensors' names -> dtypes. What has the first is quantized
+    parts: Mapping[str, tuple[str, ...]]  # ends of tensors' names -> dtypes. What has the first is quantized
     # Returns a weight (N, I), given its parts. May raise any error if the parts do not fit each other.
     read: Callable[[Tensors], Quantized | Tensor]
     optional: tuple[str, ...] = ()  # parts that a weight may lack
@@ -149,7 +148,7 @@ def _gptq(stated: dict[str, Any]) -> Format:
         numbers, scales = unpack(tensors["qweight"].T.contiguous(), bits), tensors["scales"].T
         return _integers(numbers - middle, zeros.T - middle, scales, bits, blocks, tensors.get("g_idx"))
 
-    return Format("gptq", {**PARTS, "g_idx": WORDS}, read, ("g_idx",))
+    return Format({**PARTS, "g_idx": WORDS}, read, ("g_idx",))
 
 
 def _of_layers(stated: dict[str, Any]) -> list[dict[str, Any]]:
@@ -166,7 +165,7 @@ def _auto_round(stated: dict[str, Any]) -> Format:
     packing = {*str(stated.get("packing_format") or stated.get("backend")).split(":")}
     for names, maker in (({"gptq", "auto_gptq"}, _gptq), ({"awq", "auto_awq"}, _awq)):
         if names & packing:
-            return maker(stated)._replace(name="auto-round")
+            return maker(stated)
     supported = "auto_round:auto_gptq, auto_round:auto_awq"
     raise ValueError(f"its packing_format is {stated.get('packing_format')!r}; supported: {supported}")
 
@@ -184,7 +183,7 @@ def _awq(stated: dict[str, Any]) -> Format:
         numbers, zeros = in_order(tensors["qweight"]), in_order(tensors["qzeros"])
         return _integers(numbers - 8, zeros - 8, tensors["scales"].T, 4, blocks)
 
-    return Format("awq", PARTS, read)
+    return Format(PARTS, read)
 
 
 # ---- compressed-tensors and fp8 ------------------------------------------------------------------
@@ -258,15 +257,14 @@ def _compressed(stated: dict[str, Any]) -> Format:
             raise ValueError("its floats have a zero point, which is not supported")
         return _floats(weight, scales, blocks)
 
-    name, optional = "compressed-tensors", ("weight_zero_point", "weight_g_idx")
-    parts: dict[str, tuple[str, ...]]
+    optional = "weight_zero_point", "weight_g_idx"
     if kind == "pack-quantized":
-        parts = {"weight_packed": WORDS, "weight_scale": FLOATS, "weight_shape": ("I64", "I32")}
-        parts |= {"weight_zero_point": ("I32", "I8"), "weight_g_idx": WORDS}
-        return Format(name, parts, read_packed, optional)
+        packed = {"weight_packed": WORDS, "weight_scale": FLOATS, "weight_shape": ("I64", "I32")}
+        others = {"weight_zero_point": ("I32", "I8"), "weight_g_idx": WORDS}
+        return Format({**packed, **others}, read_packed, optional)
     stored = "I8" if kind == "int-quantized" else "F8_E4M3"
-    parts = {"weight": (stored,), "weight_scale": FLOATS, "weight_zero_point": ("I8",)}
-    return Format(name, parts, read_plain, optional)
+    plain = {"weight": (stored,), "weight_scale": FLOATS, "weight_zero_point": ("I8",)}
+    return Format(plain, read_plain, optional)
 
 
 def _fp8(stated: dict[str, Any]) -> Format:
@@ -282,17 +280,15 @@ def _fp8(stated: dict[str, Any]) -> Format:
         return _floats(tensors["weight"], scales[0], blocks)
 
     optional = "weight_scale_inv", "weight_scale"
-    parts = {"weight": ("F8_E4M3",), **dict.fromkeys(optional, (*FLOATS, "F8_E8M0"))}
-    return Format("fp8", parts, read, optional)
+    return Format({"weight": ("F8_E4M3",), **dict.fromkeys(optional, (*FLOATS, "F8_E8M0"))}, read, optional)
 
 
 def _modelopt(stated: dict[str, Any]) -> Format:
     _one_of(stated, "quant_algo", None, ("FP8",))
-    return _fp8({})._replace(name="modelopt")
+    return _fp8({})
 
 
 def _bitsandbytes(stated: dict[str, Any]) -> Format:
-    parts: dict[str, tuple[str, ...]]
     if stated.get("load_in_8bit") or stated.get("_load_in_8bit"):
 
         def read_8_bits(tensors: Tensors) -> Quantized | Tensor:
@@ -300,8 +296,8 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
                 raise ValueError(f"weight_format is {order.tolist()}; supported: 0, row by row")
             return _integers(tensors["weight"], None, tensors["SCB"].unsqueeze(1) / 127, 8, {(1, None)})
 
-        parts = {"weight": ("I8",), "SCB": ("F32",), "weight_format": ("U8",)}
-        return Format("bitsandbytes", parts, read_8_bits, ("weight_format",))
+        parts_of_8 = {"weight": ("I8",), "SCB": ("F32",), "weight_format": ("U8",)}
+        return Format(parts_of_8, read_8_bits, ("weight_format",))
     kind = _one_of(stated, "bnb_4bit_quant_type", "fp4", ("nf4", "fp4"))
     state_end = f"weight.quant_state.bitsandbytes__{kind}"
 
@@ -323,9 +319,9 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
         return (values * _spread(scales, state["blocksize"], size)).view(state["shape"])
 
     optional = "weight.nested_absmax", "weight.nested_quant_map"
-    parts = {"weight.absmax": ("F32", "U8"), "weight": ("U8", *FLOATS), state_end: ("U8",)}
-    parts |= dict.fromkeys(("weight.quant_map", *optional), ("F32",))
-    return Format("bitsandbytes", parts, read, optional)
+    tables = dict.fromkeys(("weight.quant_map", *optional), ("F32",))
+    parts = {"weight.absmax": ("F32", "U8"), "weight": ("U8", *FLOATS), state_end: ("U8",), **tables}
+    return Format(parts, read, optional)
 
 
 def _spread(scales: Tensor, block: Any, count: int) -> Tensor:
@@ -387,7 +383,8 @@ class QuantizedFiles(Files):
         self, path: Path, rename: Callable[[str], str | None] | None, stated: dict[str, Any]
     ) -> None:
         super().__init__(path, rename)
-        weight_format = self.weight_format = FORMATS[stated["quant_method"]](stated)
+        self.method: str = stated["quant_method"]
+        weight_format = self.weight_format = FORMATS[self.method](stated)
         self._parts: dict[str, dict[str, TensorHeader]] = {}  # weight -> parts, by the ends of their names
         headers, (first, first_dtypes) = self.headers, next(iter(weight_format.parts.items()))
         for name, header in list(headers.items()):
@@ -399,7 +396,7 @@ class QuantizedFiles(Files):
                     if found.dtype not in dtypes:
                         raise ValueError(
                             f"{found.file} holds tensor {base + end!r} as {found.dtype}; "
-                            f"in {weight_format.name} it must be one of {', '.join(dtypes)}"
+                            f"in {self.method} it must be one of {', '.join(dtypes)}"
                         )
                     parts[end] = found
                 elif end not in weight_format.optional:
@@ -407,9 +404,7 @@ class QuantizedFiles(Files):
             self._parts[f"{base}weight"] = parts
             headers[f"{base}weight"] = header._replace(dtype="F32", shape=None)
         if not self._parts:
-            raise ValueError(
-                f"{self.path}: config.json says {weight_format.name}, but no weight has this format"
-            )
+            raise ValueError(f"{self.path}: config.json says {self.method}, but no weight has this format")
         for name in [name for name in headers if name.rpartition(".")[2] in UNUSED]:
             del headers[name]
 
@@ -424,5 +419,4 @@ class QuantizedFiles(Files):
         try:
             return self.weight_format.read({end: self._get(part) for end, part in self._parts[name].items()})
         except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
-            found = f"tensor {name!r}, {self.weight_format.name},"
-            raise ValueError(f"{self.path}: {found} is invalid: {error}") from error
+            raise ValueError(f"{self.path}: tensor {name!r}, {self.method}, is invalid: {error}") from error

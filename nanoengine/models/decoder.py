@@ -55,10 +55,8 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
             if rope.get("truncate", True):
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, head_dim - 1)
-            ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / max(
-                high - low, 0.001
-            )
-            keep = 1 - ramp.clamp(0, 1)
+            places = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+            keep = 1 - ((places - low) / max(high - low, 0.001)).clamp(0, 1)
 
             def mscale(weight: float) -> float:
                 return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -107,10 +105,8 @@ class PlainKernels:
         A kernel that can write K and V to the cache finds the step's `attention` and the layer's `cache` in
         `where`. It then returns the cache's K and V.
         """
-        q, k = (
-            x if weight is None else rms_norm(x, weight, eps)
-            for x, weight in zip((q, k), weights, strict=True)
-        )
+        both = zip((q, k), weights, strict=True)
+        q, k = (x if weight is None else rms_norm(x, weight, eps) for x, weight in both)
         return rotate(q, *rope), rotate(k, *rope), v
 
     @staticmethod
@@ -155,9 +151,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, cache: KVCache, attention: PagedAttention) -> Tensor:
         """Attend for a step's tokens: (T, E) -> (T, E)."""
-        q, k, v = (
-            part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
-        )
+        qkv = self.qkv_proj(x).split(self.sizes, dim=-1)
+        q, k, v = (part.view(len(x), -1, self.head_dim) for part in qkv)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         eps = 0.0 if self.q_norm is None else self.q_norm.eps
         of_heads = (q_weight, k_weight), eps, rope

@@ -138,13 +138,11 @@ class States:
         """Allocate memory for num_slots slots, including the reserved ones, or raise ValueError."""
         self.memory = []  # free the old memory first
         try:
-            self.memory = [
-                {
-                    key: zeros_on_large_pages((num_slots, *spec.shape), spec.dtype, device)
-                    for key, spec in specs.items()
-                }
-                for specs in self.specs
-            ]
+            for specs in self.specs:
+                shapes = {key: (num_slots, *spec.shape) for key, spec in specs.items()}
+                self.memory.append(
+                    {key: zeros_on_large_pages(shapes[key], specs[key].dtype, device) for key in specs}
+                )
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
             raise ValueError(
                 f"too little memory for {num_slots} states of {self.slot_bytes} bytes; lower num_state_slots"
@@ -198,10 +196,9 @@ class States:
         if num_decodes := len(layout.decode_rows):
             rows: Any = layout.decode_rows if num_decodes < num_tokens else slice(None)
             slots = layout.decode_sources, layout.decode_targets
+            in_place = {key for key in memory if self.kernels is not None and specs[key].has_kernel}
             past = {
-                key: InPlace(x, *slots)
-                if self.kernels is not None and specs[key].has_kernel
-                else x.index_select(0, slots[0])
+                key: InPlace(x, *slots) if key in in_place else x.index_select(0, slots[0])
                 for key, x in memory.items()
             }
             out, states = compute(lambda x: x[0, rows].unsqueeze(1), past, False)
@@ -226,9 +223,8 @@ def _spec_of(mixer: Any, key: Key, state: Tensor) -> StateSpec:
     kind, number = key
     if kind == "conv":
         like = [(*x.weight[:, 0].shape, x.weight.dtype) for x in mixer.children() if isinstance(x, nn.Conv1d)]
-        has_kernel = (
-            like[:1] == [(*state.shape[1:], state.dtype)] and "causal_conv1d_update" in mixer.stand_ins
-        )
+        has_kernel = like[:1] == [(*state.shape[1:], state.dtype)]
+        has_kernel = has_kernel and "causal_conv1d_update" in mixer.stand_ins
     else:
         dims = max((STEPS[name] for name in STEPS.keys() & mixer.stand_ins), default=None)
         has_kernel = state.dim() == dims and state.dtype == torch.float32
