@@ -1,6 +1,7 @@
 """Builders with tiny defaults, shared by the tests."""
 
 import itertools
+import json
 import math
 import random
 import re
@@ -193,6 +194,12 @@ def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any])
     change(tensors)
     kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, path / "model.safetensors")
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    """Change fields of a checkpoint's config.json."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 def composite_of(text_model: Any, config: Any, names: tuple[str, str], path: Path) -> None:

@@ -252,9 +252,7 @@ class World:
                 written.add(slot)
                 readers = [seq for seq in self.readers.get((slot, position), ()) if seq is not chunk.seq]
                 tables = [table for seq in readers for table in tables_of(self.blocks, seq)]
-                assert not any(slot // self.block_size in table for table in tables), (
-                    "another sequence reads it"
-                )
+                assert not any(slot // self.block_size in one for one in tables), "another sequence reads it"
                 self.put(slot, group, chunk, position + 1)
         shape = len(self.windows), len(batch.chunks), -1
         for group, tables in enumerate(inputs.metadata.block_tables.reshape(shape).tolist()):
@@ -278,9 +276,8 @@ class World:
         for first, end, source, target, is_prompt in parts:
             chunk, _, start = rows[first]
             assert is_prompt == (start < chunk.seq.num_prompt_tokens)
-            assert (first in sources) == (not is_prompt and chunk.end - chunk.start == 1), (
-                "a decode is no part"
-            )
+            is_decode = not is_prompt and chunk.end - chunk.start == 1
+            assert (first in sources) == is_decode, "a decode is no part"
             held = sources.get(first, self.cache[STATE, source])
             assert held == (STATE, tuple(chunk.token_ids[:start])), "a state of other tokens"
             assert target not in (ZERO_SLOT, BIN_SLOT)
@@ -347,9 +344,8 @@ class World:
                 assert block.prefix.key == key._replace(group=group), "a hit would be wrong"
                 assert prefixes.setdefault(block.prefix, tokens) == tokens, "a prefix has two meanings"
                 before, parent = tokens[: -self.block_size], block.prefix.parent
-                assert before == prefixes.setdefault(parent, before) if parent else not before, (
-                    "a wrong parent"
-                )
+                expected = prefixes.setdefault(parent, before) if parent else ()
+                assert before == expected, "a wrong parent"
                 for i in range(1, self.block_size):
                     assert self.cache[last - i] == (group, tokens[:-i]), "a hit would be wrong"
         if isinstance(self.blocks, StatefulBlockManager):
@@ -540,14 +536,13 @@ def collide(content: bytes, parent: int) -> int:
 
 BRIEF: dict[str, Any] = {"draws": (0, EOS)}
 ONE: Any = ((0, 1, 0),)
+ALIKE = (0, 0, 0, 0, 1), (0, 1, 0, 0, 1)
 SMALL = {  # a second of processor time each
     "small, preemption": Size(budget=2, **BRIEF),
     "small, all tokens": Size(prompts=ONE, draws=(0, 1, EOS, UNDRAWN), priorities=(0, -1)),
     "small, async": Size(max_in_flight=1, prompts=ONE, priorities=(0, -1), **BRIEF),
     "small, windows": Size(num_blocks=5, windows=(None, 2), prompts=ONE, max_in_flight=1, **BRIEF),
-    "small, collisions": Size(
-        num_blocks=6, max_len=6, prompts=((0, 0, 0, 0, 1), (0, 1, 0, 0, 1)), hash_function=collide, **BRIEF
-    ),
+    "small, collisions": Size(num_blocks=6, max_len=6, prompts=ALIKE, hash_function=collide, **BRIEF),
     "small, drafts": Size(num_drafts=2, prompts=((0, 1),), budget=4, **BRIEF),
     "small, windows, drafts": Size(windows=(2,), num_blocks=4, num_drafts=1, prompts=ONE, **BRIEF),
     "small, states": Size(num_state_slots=2, prompts=ONE, budget=4, max_in_flight=1, **BRIEF),

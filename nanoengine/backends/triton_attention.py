@@ -220,9 +220,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                 mask=is_key[:, None] & (v_dims < V_DIM)[None, :],
                 other=0.0,
             )
-            if (
-                CARRY
-            ):  # one tile ahead: the addresses of a tile are known before it begins, so it can be prefetched
+            if CARRY:  # one tile ahead: its addresses are known before it begins, so it can be prefetched
                 block = tl.load(table + (first + KEYS) // BLOCK_SIZE, mask=first + KEYS < end, other=0)
             scores = _dot(queries, keys, UPCAST) * scale
             if softcap is not None:

@@ -51,37 +51,26 @@ OF_BOTH = [
     *((MIXED, {"heads": n, "kv_heads": k, "head_dim": dim}) for n, k, dim in SHAPES),
     (ALL_DECODES + MIXED, {"stale": torch.nan}),  # what other sequences left in a block
 ]
-OF_FLASH_ATTN = [
-    (lens, settings)
-    for lens in BATCHES
-    for settings in ({**CAPPED, "window": 20}, WITH_ALIBI, {**WITH_ALIBI, "window": 9})
+OTHERS = {**CAPPED, "window": 20}, WITH_ALIBI, {**WITH_ALIBI, "window": 9}
+CASES = [
+    *((backend, *case) for backend in (FlashAttention, VarlenAttention) for case in OF_BOTH),
+    *((FlashAttention, lens, settings) for lens in BATCHES for settings in OTHERS),
 ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "lens", "settings"),
-    [
-        *((backend, *case) for backend in (FlashAttention, VarlenAttention) for case in OF_BOTH),
-        *((FlashAttention, *case) for case in OF_FLASH_ATTN),
-    ],
-    ids=case_id,
-)
+@pytest.mark.parametrize(("backend", "lens", "settings"), CASES, ids=case_id)
 def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(backend, lens, settings, flash_doubles):
     check_attention(backend, lens, 256, dtype=torch.bfloat16, **settings)
 
 
-@pytest.mark.parametrize(
-    ("lens", "path"),
-    [
-        (ALL_FRESH, ["varlen contiguous"]),
-        (ALL_DECODES, ["with_kvcache"]),
-        ([(5, 300), (2, 2)], ["varlen paged"]),
-        (MIXED, ["with_kvcache", "varlen paged"]),
-    ],
-)
-def test_each_kind_of_batch_calls_the_functions_made_for_it(flash_doubles, lens, path):
-    check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16)
-    assert flash_doubles == dict.fromkeys(path, 1)
+def test_each_kind_of_batch_calls_the_functions_made_for_it(flash_doubles):
+    for lens, path in (
+        *((ALL_FRESH, ["varlen contiguous"]), (ALL_DECODES, ["with_kvcache"])),
+        *(([(5, 300), (2, 2)], ["varlen paged"]), (MIXED, ["with_kvcache", "varlen paged"])),
+    ):
+        flash_doubles.clear()
+        check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16)
+        assert flash_doubles == dict.fromkeys(path, 1)
 
 
 def decodes(num_seqs, num_blocks=1):
@@ -145,12 +134,11 @@ def lacks(*which, monkeypatch):
     for missing in which:
         if missing == "ampere":
             monkeypatch.setattr(FakeGPU, "capability", (7, 5))
-        elif missing == "flash_attn":
-            monkeypatch.setitem(sys.modules, "flash_attn", None)
-        elif missing == "flash_attn's functions":  # flash-attn 4 has modules below `flash_attn` only
-            monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-        else:
+        elif missing == "triton":
             monkeypatch.setattr(TritonKernels, "rms_norm", raising(NO_COMPILER))
+        else:  # flash-attn 4 has modules below `flash_attn` only
+            found = types.ModuleType("flash_attn") if "functions" in missing else None
+            monkeypatch.setitem(sys.modules, "flash_attn", found)
 
 
 def raising(error):
@@ -569,7 +557,7 @@ def test_an_engine_is_charged_for_what_it_takes_itself(
 @pytest.mark.parametrize(
     ("name", "loads"), [("qwen3", "load._load_decoder"), ("gemma2", "hf._load_transformers")]
 )
-def test_too_little_memory_for_the_weights_is_an_error_with_their_size(
+def test_too_little_memory_for_the_weights_is_an_error(
     name, loads, flash_doubles, tmp_path_factory, monkeypatch
 ):
     path, _ = checkpoint(name, tmp_path_factory)
@@ -592,14 +580,14 @@ def test_a_scheduler_could_make_the_trial_batches(max_num_seqs, budget, in_float
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "expected"),
-    [((7, 5), "auto", "float16"), ((7, 5), "bfloat16", "bfloat16"), ((8, 0), "auto", "bfloat16")],
+    ("capability", "dtype", "is_half"),
+    [((7, 5), "auto", True), ((7, 5), "bfloat16", False), ((8, 0), "auto", False)],
 )
-def test_default_bfloat16_is_float16_before_ampere(capability, dtype, expected, flash_doubles, monkeypatch):
+def test_default_bfloat16_is_float16_before_ampere(capability, dtype, is_half, flash_doubles, monkeypatch):
     monkeypatch.setattr(FakeGPU, "capability", capability)
     device = FakeGPU(torch.device("cpu"), EngineConfig(model=".", dtype=dtype))
-    assert str(device.choose_dtype(torch.bfloat16)) == f"torch.{expected}"
-    assert ("float16 instead of bfloat16" in "".join(device.notes)) == (expected == "float16")
+    assert device.choose_dtype(torch.bfloat16) == (torch.float16 if is_half else torch.bfloat16)
+    assert ("float16 instead of bfloat16" in "".join(device.notes)) == is_half
 
 
 # ---- Transfers -----------------------------------------------------------------------------------

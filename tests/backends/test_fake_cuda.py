@@ -186,14 +186,8 @@ def walk(path, fields, prompt_lengths=None, **settings):
         return llm.llm_engine.describe()
 
 
-# Side by side below, and each alone where it takes a path of its own
+# All side by side, and each alone where it takes a path of its own
 ALONE = [SETTINGS[0], SETTINGS[1], {"top_k": 5}, {"top_p": 0.9}, {"logprobs": 3}, {"prompt_logprobs": 2}]
-
-
-@pytest.mark.parametrize("settings", [ALONE[0], *slow(*ALONE[1:])], ids=str)
-def test_nothing_in_a_step_waits_for_the_gpu_or_leaves_it(settings, fake_gpu, babbler):
-    with fake_gpu:
-        assert "flash attention, " in walk(babbler, [settings, {}, settings])
 
 
 @pytest.mark.parametrize(
@@ -202,7 +196,7 @@ def test_nothing_in_a_step_waits_for_the_gpu_or_leaves_it(settings, fake_gpu, ba
         ("flash", SETTINGS, {}),
         ("flash", SETTINGS[:1], {"num_kv_blocks": None}),  # the trial pass sizes the cache
         ("varlen", SETTINGS[:1], {}),
-        *slow(("varlen", SETTINGS, {})),
+        *slow(("varlen", SETTINGS, {}), *(("flash", [x, {}, x], {}) for x in ALONE)),
         *slow(("flash", SETTINGS, {"enforce_eager": True, "async_scheduling": False})),
     ],
 )

@@ -69,9 +69,7 @@ def test_blocks_are_populated_ahead_of_the_highest_one_in_use_and_not_further(ad
     assert forward._memory[0].sum() == forward._memory[0][3].numel()
 
 
-def test_blocks_are_populated_in_a_part_of_the_available_memory_by_a_thread_of_lowest_priority(
-    forward, monkeypatch
-):
+def test_a_thread_of_lowest_priority_populates_a_part_of_the_available_memory(forward, monkeypatch):
     seen = []
 
     def available():

@@ -102,9 +102,7 @@ def test_decodes_of_more_sequences_than_the_largest_graph_are_replayed_too(in_fl
     assert in_float32["piece"] > 0
 
 
-def test_a_model_that_cannot_be_cut_decodes_in_graphs_and_the_line_says_so(
-    in_float32, tmp_path_factory, caplog
-):
+def test_a_model_that_cannot_be_cut_decodes_in_graphs(in_float32, tmp_path_factory, caplog):
     with LLM(checkpoint("gemma3", tmp_path_factory)[0], num_kv_blocks=20, max_num_batched_tokens=64):
         assert "graphs (" in caplog.messages[-1]
         assert ", prompts without" in caplog.messages[-1]

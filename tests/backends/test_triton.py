@@ -271,10 +271,7 @@ def test_it_can_be_used_unless_its_kernels_fail_or_compute_wrong_numbers(monkeyp
 def launches_of(
     monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0, block=16
 ):
-    """Return the kernels that attend to a batch, each with its arguments, options and grid.
-
-    Their max_seq_len is at least max_tokens.
-    """
+    """Return kernels for a batch, with arguments, options and grid. max_seq_len is at least max_tokens."""
     recorders = [Recorder(getattr(backend, name)) for name in ("_attend_kernel", "_combine_kernel")]
     with monkeypatch.context() as patch:
         for recorder in recorders:
@@ -324,9 +321,7 @@ SHAPES = DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING
         ),
     ],
 )
-def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_cores(
-    generation, case, monkeypatch, tmp_path
-):
+def test_the_kernels_compile_without_spilling_and_use_tensor_cores(generation, case, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
     dtype, dim, heads, kv_heads, settings = case
     sizes = dict(heads=heads, kv_heads=kv_heads, generation=generation)
@@ -346,15 +341,12 @@ def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_core
 @pytest.mark.parametrize(
     ("generation", "settings"), [("sm80", ALL_SETTINGS), ("sm90", ALL_SETTINGS), ("sm90", PLAIN)]
 )
-def test_a_decode_loads_a_tile_while_it_computes_another_if_tiles_lie_in_blocks(
-    block, generation, settings, monkeypatch, tmp_path
-):
+def test_a_decode_loads_a_tile_while_it_computes_another(block, generation, settings, monkeypatch, tmp_path):
     sizes = {"kv_heads": 8, "heads": 16, "generation": generation, "block": block}
     if settings is ALL_SETTINGS:
         settings = settings._replace(sinks=torch.zeros(16), alibi_slopes=torch.zeros(16))
-    (kernel, named, options, _), *_ = launches_of(
-        monkeypatch, [(1, 1000)] * 256, torch.bfloat16, 128, settings, **sizes
-    )
+    launches = launches_of(monkeypatch, [(1, 1000)] * 256, torch.bfloat16, 128, settings, **sizes)
+    kernel, named, options, _ = launches[0]
     compiled = compile_launch(kernel, named, options, generation)
     assert stack_bytes(compiled, tmp_path / "kernel.cubin") == 0
     code = compiled.asm["ttgir"]

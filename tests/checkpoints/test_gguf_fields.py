@@ -15,7 +15,7 @@ from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.checkpoints.gguf import GGUFFile
 from nanoengine.checkpoints.gguf_fields import OWN
 from tests.checkpoints.test_quantized_formats import add_fields, close, gguf_writer, in_pairs
-from tests.helpers import TINY, with_random_norms
+from tests.helpers import TINY, slow, with_random_norms
 
 SIZES = {"context_length": 512, "embedding_length": 64, "feed_forward_length": 96, "block_count": 2}
 SIZES |= {"attention.head_count": 4, "attention.head_count_kv": 2}
@@ -238,10 +238,12 @@ def test_a_field_changes_the_config_as_it_changes_a_model_made_by_hand(case, tmp
 SERVED = ["stablelm", "nemotron", "gemma3", "qwen3moe"]  # the others take too long for every run
 
 
+OTHERS = [[name, {}, {}] for name in MODELS if name not in SERVED]
+OF_DECODER = [[*case] for case in CASES if case[0] in OWN]  # decoder.py reads these configs
+
+
 @pytest.mark.parametrize(
-    "case",
-    [*((name, {}, {}) for name in SERVED), *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)],
-    ids=described,
+    "case", [*([name, {}, {}] for name in SERVED), *slow(*OTHERS, *OF_DECODER)], ids=described
 )
 def test_a_file_computes_what_the_model_made_by_hand_does(case, tmp_path):
     path, model = make(tmp_path / "model.gguf", *case)

@@ -32,6 +32,7 @@ from tests.helpers import (
     change_tensors,
     check_greedy,
     checkpoint,
+    edit_config,
     greedy,
     hf_model,
     open_checkpoint,
@@ -229,8 +230,7 @@ def write(path, stated, writer, model=None, pattern=PROJECTION):
     model = model or hf_model("qwen3")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
+    edit_config(path, quantization_config=stated)
     tensors = {}
     for name, parameter in model.state_dict().items():
         written = writer(tuple(parameter.shape)) if re.fullmatch(pattern, name) else None
@@ -336,8 +336,7 @@ def test_quantized_weights_are_read_once_on_transformers_code(packs, tmp_path, m
 
 def test_a_quantized_weight_of_another_shape_is_refused_on_transformers_code(tmp_path):
     write(tmp_path, *CHECKPOINTS["awq"][:2])
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    edit_config(tmp_path, intermediate_size=64)
     with pytest.raises(ValueError, match=r"(gate|up|down)_proj.weight' has shape .*, the config requires"):
         LLM(str(tmp_path), model_impl="transformers", num_kv_blocks=20)
 
@@ -738,9 +737,7 @@ def saved_base(name, path):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about tied weights
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapter_is_merged_and_leaves_the_other_name_of_a_tied_weight_as_peft_does(
-    name, impl, tmp_path, caplog
-):
+def test_adapter_leaves_the_other_name_of_a_tied_weight_as_peft_does(name, impl, tmp_path, caplog):
     """The oracle is PEFT's forward pass: its merged model would change both names of a tied weight."""
     base, settings = ADAPTERS[name]
     model = saved_base(base, tmp_path)
@@ -789,8 +786,7 @@ def test_base_weight_in_an_adapter_replaces_both_tied_names(target, impl, tmp_pa
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
     (name,) = (name for name in tensors if "base_layer" in name)
-    tensors[name] += torch.randn_like(tensors[name]) * 0.1
-    save_file(tensors, file)
+    save_file(tensors | {name: tensors[name] + torch.randn_like(tensors[name]) * 0.1}, file)
     tuned = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     check_equal(tuned, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
 

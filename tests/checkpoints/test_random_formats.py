@@ -4,7 +4,6 @@ pytest runs 40 cases, and 200 slow ones, a few on two ranks. To run more: `CASES
 with this file. A failure prints the case's settings.
 """
 
-import json
 import math
 import os
 import random
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from tests.checkpoints import test_quantized_formats as formats
-from tests.helpers import TINY, random_prompts, slow, with_random_norms
+from tests.helpers import TINY, edit_config, random_prompts, slow, with_random_norms
 
 NUM_CASES = int(os.environ.get("CASES", 240))
 FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}  # their names in GGUF
@@ -58,12 +57,9 @@ class Case:
     def __str__(self):
         """Return the case's settings."""
         sizes = {name: getattr(self.config, name, None) for name in [*TINY, "head_dim"]}
-        kinds = {name.removeprefix("model."): kind for name, kind in self.kinds.items()}
+        how = f"{self.settings}, {self.dtype}, {self.impl}, {self.ranks} ranks, held {sorted(self.held)}"
         adapter = self.adapter if self.lora else None
-        return (
-            f"{self.family} as {self.container} {self.settings}, {self.dtype}, {self.impl}, "
-            f"{self.ranks} ranks, held {sorted(self.held)}, adapter {adapter}\n{sizes}\n{kinds}"
-        )
+        return f"{self.family} as {self.container} {how}, adapter {adapter}\n{sizes}\n{self.kinds}"
 
     def _make_model(self):
         rng, is_odd = self.rng, self.rng.random() < 0.3
@@ -132,10 +128,8 @@ class Case:
                 self.kinds[name] = {end: tuple(part.shape) for end, part in parts.items()}
         self.config.architectures = [type(self.model).__name__]
         self.config.save_pretrained(path)
-        content = json.loads((path / "config.json").read_text())
         if self.kinds:
-            content["quantization_config"] = self.settings
-        (path / "config.json").write_text(json.dumps(content))
+            edit_config(path, quantization_config=self.settings)
         save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors")
         return path
 
@@ -203,12 +197,9 @@ class Case:
         return stated, choose
 
     def _float8(self):
-        strategies = [
-            ({"strategy": "tensor"}, None),
-            ({"strategy": "channel"}, (1, None)),
-            (formats.in_groups(48), (1, 48)),
-            ({"strategy": "block", "block_structure": [40, 32]}, (40, 32)),
-        ]
+        strategies = [({"strategy": "tensor"}, None), ({"strategy": "channel"}, (1, None))]
+        strategies += [(formats.in_groups(48), (1, 48))]
+        strategies += [({"strategy": "block", "block_structure": [40, 32]}, (40, 32))]
         strategy, block = self.rng.choice(strategies)
         stated = formats.compressed("float-quantized", 8, {**strategy, "type": "float"})
         return stated, lambda shape: formats.float_quantized(shape, block)

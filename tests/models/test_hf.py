@@ -1,14 +1,12 @@
 """Models that run through transformers' own code, against transformers."""
 
 import copy
-import json
 import sys
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -31,10 +29,12 @@ from tests.helpers import (
     TINY,
     WINDOW,
     YARN,
+    change_tensors,
     check_greedy,
     check_served,
     checkpoint,
     composite_of,
+    edit_config,
     hf_model,
     random_prompts,
     slow,
@@ -281,11 +281,7 @@ def test_tensors_of_a_language_part_are_checked_strictly(present, name, reason, 
     config = transformers.Qwen2VLConfig(text_config=TINY, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(language_part(config))
     composite_of(model, config, (r"^model\.", "model.language_model."), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors.pop(name, None)
-    if present:
-        tensors[name] = torch.ones(1)
-    save_file(tensors, tmp_path / "model.safetensors")
+    change_tensors(tmp_path, lambda t: t.update({name: torch.ones(1) if present else None}))
     with pytest.raises(ValueError, match=reason):
         LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl)
 
@@ -306,9 +302,8 @@ def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
         LLM(str(tmp_path), max_model_len=101, **settings)
     with LLM(str(tmp_path), **settings) as llm:
         assert llm.llm_engine.max_model_len == 100
-    saved = json.loads((tmp_path / "config.json").read_text())
     for wrong in ("long", 0, None):
-        (tmp_path / "config.json").write_text(json.dumps(saved | {"attention_chunk_size": wrong}))
+        edit_config(tmp_path, attention_chunk_size=wrong)
         with pytest.raises(ValueError, match=r"config.json.*attention_chunk_size"):
             LLM(str(tmp_path), **settings)
 

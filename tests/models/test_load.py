@@ -29,6 +29,7 @@ from tests.helpers import (
     change_tensors,
     check_greedy,
     checkpoint,
+    edit_config,
     greedy,
     hf_model,
     open_checkpoint,
@@ -46,11 +47,6 @@ def copy(tmp_path, tmp_path_factory):
     """Return a checkpoint directory to damage."""
     shutil.copytree(checkpoint(NAME, tmp_path_factory)[0], tmp_path / "model")
     return tmp_path / "model"
-
-
-def edit_config(path, **changes):
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 def refuse(path, message, error=ValueError, **settings):
@@ -260,10 +256,10 @@ def test_tensorflow_names_of_norms_are_read_as_transformers_does(copy, tmp_path)
     with torch.no_grad():
         model.bert.encoder.layer[1].output.LayerNorm.weight.mul_(torch.linspace(-1, 2, 64))
     model.save_pretrained(tmp_path / "bert")
-    tensors = load_file(tmp_path / "bert" / "model.safetensors")
+    tensors = load_file(file := tmp_path / "bert" / "model.safetensors")
     for ours, theirs in (("weight", "gamma"), ("bias", "beta")):
         tensors = {name.replace(f"LayerNorm.{ours}", f"LayerNorm.{theirs}"): x for name, x in tensors.items()}
-    save_file(tensors, tmp_path / "bert" / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, file, metadata={"format": "pt"})
     check_served(tmp_path / "bert", model)
 
 
@@ -457,13 +453,9 @@ def test_mxfp4_weights_are_served_dequantized(tmp_path):
             quantized[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
             quantized[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
 
-    def quantize(tensors):
-        for name in quantized:
-            tensors.pop(name.removesuffix("_blocks"), None)
-        tensors.update(quantized)
-
     assert len(quantized) == 8
-    change_tensors(tmp_path, quantize)
+    replaced = dict.fromkeys(name.removesuffix("_blocks") for name in quantized)
+    change_tensors(tmp_path, lambda t: t.update(replaced | quantized))
     edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
     check_served(tmp_path, model)
 
