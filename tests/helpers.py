@@ -202,6 +202,14 @@ def edit_config(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps({**config, **changes}))
 
 
+def refuse(path: Path | str, message: str, error: Any = ValueError, **settings: Any) -> None:
+    """Check that loading fails with that message, and leaves torch's defaults as they were."""
+    before = torch.get_default_dtype(), torch.get_default_device()
+    with pytest.raises(error, match=message):
+        LLM(str(path), num_kv_blocks=4, **settings)
+    assert (torch.get_default_dtype(), torch.get_default_device()) == before
+
+
 def composite_of(text_model: Any, config: Any, names: tuple[str, str], path: Path) -> None:
     """Save a language model as a part of a larger one, `names` replaced in those of its tensors."""
     config.save_pretrained(path)

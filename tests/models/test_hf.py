@@ -37,6 +37,7 @@ from tests.helpers import (
     edit_config,
     hf_model,
     random_prompts,
+    refuse,
     slow,
     tokens_of,
 )
@@ -184,8 +185,7 @@ def test_the_code_that_runs_is_logged_at_the_start(tmp_path_factory, caplog):
 )
 def test_an_unsupported_model_is_refused_with_the_reason(family, changes, reason, tmp_path):
     getattr(transformers, f"{family}Config")(**changes).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"is not supported: .*({reason})"):
-        LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
+    refuse(tmp_path, f"is not supported: .*({reason})", UnsupportedModelError, load_format="dummy")
 
 
 VISION: dict[str, Any] = dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size"), 64)
@@ -282,30 +282,26 @@ def test_tensors_of_a_language_part_are_checked_strictly(present, name, reason, 
     model = transformers.AutoModelForCausalLM.from_config(language_part(config))
     composite_of(model, config, (r"^model\.", "model.language_model."), tmp_path)
     change_tensors(tmp_path, lambda t: t.update({name: torch.ones(1) if present else None}))
-    with pytest.raises(ValueError, match=reason):
-        LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl)
+    refuse(tmp_path, reason, model_impl=impl)
 
 
 def test_an_unsupported_language_part_is_refused_for_its_own_reason(tmp_path):
     transformers.Qwen4ExpConfig().save_pretrained(tmp_path)
     reason = "Qwen4ExpForCausalLM is not supported: layers of type indexed_attention"
-    with pytest.raises(UnsupportedModelError, match=reason):
-        LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
+    refuse(tmp_path, reason, UnsupportedModelError, load_format="dummy")
 
 
 def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
     """In the table of models it is asked for tokens that its temperature by position changes."""
     config = transformers.Llama4TextConfig(**TINY, attention_chunk_size=100)
     config.save_pretrained(tmp_path)
-    settings = {"load_format": "dummy", "num_kv_blocks": 20}
-    with pytest.raises(ValueError, match="max_model_len must be at most 100, the model's limit"):
-        LLM(str(tmp_path), max_model_len=101, **settings)
-    with LLM(str(tmp_path), **settings) as llm:
+    too_long = "max_model_len must be at most 100, the model's limit"
+    refuse(tmp_path, too_long, load_format="dummy", max_model_len=101)
+    with LLM(str(tmp_path), load_format="dummy", num_kv_blocks=20) as llm:
         assert llm.llm_engine.max_model_len == 100
     for wrong in ("long", 0, None):
         edit_config(tmp_path, attention_chunk_size=wrong)
-        with pytest.raises(ValueError, match=r"config.json.*attention_chunk_size"):
-            LLM(str(tmp_path), **settings)
+        refuse(tmp_path, r"config.json.*attention_chunk_size", load_format="dummy")
 
 
 class _Mixing(nn.Module):
@@ -358,8 +354,7 @@ def test_a_window_of_all_positions_may_be_left_out(tmp_path):
     model.config.sliding_window = 64
     model.save_pretrained(tmp_path)
     prompt = random_prompts([50])[0]
-    with pytest.raises(UnsupportedModelError, match="a sliding layer attends with window None"):
-        LLM(str(tmp_path), num_kv_blocks=8)
+    refuse(tmp_path, "a sliding layer attends with window None", UnsupportedModelError)
     with LLM(str(tmp_path), num_kv_blocks=8, max_model_len=64) as llm:
         outputs = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)
     check_greedy(model, [prompt], 14, tokens_of(outputs))

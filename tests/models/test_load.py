@@ -34,6 +34,7 @@ from tests.helpers import (
     hf_model,
     open_checkpoint,
     random_prompts,
+    refuse,
     slow,
     tokens_of,
 )
@@ -47,14 +48,6 @@ def copy(tmp_path, tmp_path_factory):
     """Return a checkpoint directory to damage."""
     shutil.copytree(checkpoint(NAME, tmp_path_factory)[0], tmp_path / "model")
     return tmp_path / "model"
-
-
-def refuse(path, message, error=ValueError, **settings):
-    """Loading fails with that message, and leaves torch's defaults as they were."""
-    before = torch.get_default_dtype(), torch.get_default_device()
-    with pytest.raises(error, match=message):
-        LLM(str(path), num_kv_blocks=4, **settings)
-    assert (torch.get_default_dtype(), torch.get_default_device()) == before
 
 
 def check_served(path, model, **settings):
