@@ -338,6 +338,7 @@ def _load_transformers(
     path, (dtype, device, _) = checkpoint.path, target
     auto: Any = AutoModelForCausalLM
     settings: dict[str, Any] = {
+        "config": checkpoint.hf_config,
         "dtype": dtype,
         "attn_implementation": attention_implementation(checkpoint.hf_config),
         "trust_remote_code": config.trust_remote_code,
@@ -346,7 +347,7 @@ def _load_transformers(
         devices = [device] if device.type == "cuda" else []
         with as_value_error(path), torch.random.fork_rng(devices), device:
             torch.manual_seed(config.seed)
-            return auto.from_config(checkpoint.hf_config, **settings)
+            return auto.from_config(**settings)
     files = checkpoint.open_files()  # its errors are clearer than transformers'
     source: str | None = str(path)
     shapes: dict[str, tuple[int, ...]] = {}  # of the weights of quantized layers
@@ -364,17 +365,11 @@ def _load_transformers(
     if device.type != "cpu" and not shapes and has_accelerate:
         settings["device_map"] = {"": device}
     logger = logging.getLogger("transformers.modeling_utils")
+    flags: Any = dict.fromkeys(("use_safetensors", "output_loading_info", "ignore_mismatched_sizes"), True)
     with as_value_error(path):
         logger.disabled = True  # it would report the tensors for which `_check_loaded` raises errors
         try:
-            causal_lm, report = auto.from_pretrained(
-                source,
-                config=checkpoint.hf_config,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **settings,
-            )
+            causal_lm, report = auto.from_pretrained(source, **settings, **flags)
         finally:
             logger.disabled = False
     _check_loaded(causal_lm, report, checkpoint, files.headers, is_converted="gguf_file" in settings)
