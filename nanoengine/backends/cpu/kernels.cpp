@@ -350,4 +350,4 @@ const bool one_thread = false;
 const bool one_thread = true;
 #endif
 extern "C" const bool integers_are_fast;  // whether rounded activations make products with quantized weights faster
-const bool integers_are_fast = HAS_DOT && !HAS_AMX;
+const bool integers_are_fast = HAS_DOT;
