@@ -28,7 +28,7 @@ def load(command: str) -> Callable[[list[str]], None]:
         case "chat":
             from nanoengine.cli.chat import main
         case "serve":
-            from nanoengine.server.process import main
+            from nanoengine.server.lifecycle import main
         case "bench":
             from nanoengine.cli.bench import main
         case "trace":

@@ -220,7 +220,7 @@ def make_core(started: Started, draft_model: "DraftModel | None") -> EngineCore:
         arguments["draft_model"] = draft_model
     elif speculation is not None:
         from nanoengine.extensions.speculative_decoding import DraftingScheduler, NgramProposer
-        from nanoengine.extensions.structured.constraints import GrammarProposer
+        from nanoengine.extensions.structured.token_masks import GrammarProposer
 
         needed, needed_for = DraftingScheduler, "speculative_config"
         arguments["propose"] = GrammarProposer(NgramProposer(speculation), config.num_speculative_tokens)

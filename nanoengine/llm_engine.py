@@ -131,7 +131,7 @@ class LLMEngine:
     @cached_property
     def _grammars(self) -> Any:
         """The compiler of structured outputs, created when the first request needs it."""
-        from nanoengine.extensions.structured.constraints import Grammars
+        from nanoengine.extensions.structured.token_masks import Grammars
 
         grammars = Grammars(self.checkpoint.tokenizer, self.checkpoint.vocab_size)
         self.scheduler.schedule_only_if(grammars.is_ready)
@@ -236,7 +236,7 @@ class LLMEngine:
             if collected is not None:
                 self._take(collected)
             elif self.scheduler.is_ready is not None and not self.core.in_flight:
-                from nanoengine.extensions.structured.constraints import wait_for_mask
+                from nanoengine.extensions.structured.token_masks import wait_for_mask
 
                 wait_for_mask([*self.scheduler.running, *self.scheduler.waiting])
         except BaseException:

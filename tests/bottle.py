@@ -34,13 +34,13 @@ from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
-from nanoengine.extensions.structured.constraints import Grammars, mask_threads
+from nanoengine.extensions.structured.token_masks import Grammars, mask_threads
 from nanoengine.sampling.sampler import CachedRows, sample_rows
 from tests.helpers import DEMO
 
 torch.set_num_threads(1)  # several would wait for each other longer than they compute
 NUM_ROWS = 997
-CLIENT_SECONDS = 6.0  # in place of the 60 of request_guard.py, so that there are fewer idle ticks
+CLIENT_SECONDS = 6.0  # in place of the 60 of keys_and_limits.py, so that there are fewer idle ticks
 SECONDS = 2000.0  # of the virtual clock; a run that takes longer waits for something that never comes
 
 
@@ -221,7 +221,7 @@ def virtual(loop: Loop):
         patch.setattr(time, "monotonic", loop.time)
         patch.setattr(time, "time", loop.time)
         patch.setattr(time, "thread_time", loop.time)  # a mask must not be slow because the machine is
-        patch.setattr("nanoengine.server.request_guard.CLIENT_SECONDS", CLIENT_SECONDS)
+        patch.setattr("nanoengine.server.keys_and_limits.CLIENT_SECONDS", CLIENT_SECONDS)
         patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=numbers.getrandbits(128)))
         # Python delays signals in the main thread only, and the engine's thread is another one.
         patch.setattr(signal, "getsignal", lambda number: None)
@@ -229,7 +229,7 @@ def virtual(loop: Loop):
         patch.setattr("nanoengine.async_llm.threading", fakes)
         patch.setattr("nanoengine.assembly.start_runner", start)
         patch.setattr("nanoengine.assembly.open_checkpoint", lambda *_, **__: demo())
-        patch.setattr("nanoengine.extensions.structured.constraints.Grammars", lambda *_: grammars())
+        patch.setattr("nanoengine.extensions.structured.token_masks.Grammars", lambda *_: grammars())
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanoengine import AsyncLLM, requests
-from nanoengine.server.process import Server
+from nanoengine.server.lifecycle import Server
 from nanoengine.server.service import Service
 from tests.helpers import DEMO
 

@@ -36,8 +36,8 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import BY_ORDER
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.server.app import make_app
+from nanoengine.server.lifecycle import CLOSE_SECONDS, Server
 from nanoengine.server.openai_api import ChatRequest, CompletionRequest
-from nanoengine.server.process import CLOSE_SECONDS, Server
 from nanoengine.server.service import Service
 from nanoengine.server.token_logprobs import TokenNames
 from tests.bottle import CLIENT_SECONDS, Broken, Injected, Loop, Pipe, demo, virtual
@@ -437,7 +437,7 @@ class World:
         self.service, app = served()
         self.service.__init__(self.engine, name="demo", api_key=KEY, **limits)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nanoengine.server.process.make_app", lambda *_: app)
+            patch.setattr("nanoengine.server.lifecycle.make_app", lambda *_: app)
             quick: Any = {"log_config": None, "ws": "none", "timeout_graceful_shutdown": CLOSE_SECONDS}
             self.server = Server(self.service, script.drain, host="x", port=1, **quick)
         self.failures, self.num_forwards, self.num_stuck = dict(script.failures), -1, 0

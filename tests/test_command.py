@@ -38,7 +38,7 @@ def test_list_of_commands_needs_neither_pytorch_nor_an_extra():
 
 def test_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # makes its import fail
-    monkeypatch.delitem(sys.modules, "nanoengine.server.process", raising=False)
+    monkeypatch.delitem(sys.modules, "nanoengine.server.lifecycle", raising=False)
     with pytest.raises(SystemExit):
         main(["serve", "demo"])
     monkeypatch.setitem(sys.modules, "redis", None)
@@ -52,7 +52,7 @@ def test_missing_extra_is_named(monkeypatch, capsys):
 
 def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
     given = []
-    modules = "cli.run", "cli.chat", "server.process", "cli.bench", "viewer.trace_page", "cli.lab"
+    modules = "cli.run", "cli.chat", "server.lifecycle", "cli.bench", "viewer.trace_page", "cli.lab"
     for module in modules:
         monkeypatch.setattr(f"nanoengine.{module}.main", partial(lambda *call: given.append(call), module))
     for name in COMMANDS:
@@ -106,7 +106,7 @@ def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, c
 
 
 def test_serve_refuses_an_address_in_use_before_it_loads_the_model(monkeypatch, capsys):
-    monkeypatch.setattr("nanoengine.server.process.AsyncLLM", Mock(side_effect=AssertionError))
+    monkeypatch.setattr("nanoengine.server.lifecycle.AsyncLLM", Mock(side_effect=AssertionError))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit) as ended:

@@ -10,8 +10,8 @@ from nanoengine import EngineArgs, SamplingParams, unknown_arguments
 from nanoengine.llm import LLM
 from nanoengine.requests import read_prompt
 from nanoengine.server import responses
+from nanoengine.server.lifecycle import make_parser
 from nanoengine.server.openai_api import SAMPLED, APIError, ChatRequest, sampling_fields
-from nanoengine.server.process import make_parser
 from nanoengine.unknown_arguments import INSTEAD, MAX_UNSERVED, refuse_unserved
 
 VLLM_NAMES = dict(re.findall(r"\[(\w+)\]([^[]*)", Path(__file__).with_name("vllm_names.txt").read_text()))

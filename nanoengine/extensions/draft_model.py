@@ -30,7 +30,7 @@ from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.config import EngineConfig, SpeculativeConfig
 from nanoengine.engine import Block, Chunk, ModelRunner, Prefix, ScheduledBatch, Sequence
 from nanoengine.extensions.speculative_decoding import DraftingScheduler
-from nanoengine.extensions.structured.constraints import Constraint
+from nanoengine.extensions.structured.token_masks import Constraint
 
 
 @dataclass(slots=True, eq=False)

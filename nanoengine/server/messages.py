@@ -18,8 +18,8 @@ from pydantic import BaseModel, Field
 from nanoengine.chat.call_arguments import listed
 from nanoengine.chat.tool_choice import is_object_schema
 from nanoengine.requests import PromptTooLongError
+from nanoengine.server.keys_and_limits import Ticket
 from nanoengine.server.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing, sampling_fields
-from nanoengine.server.request_guard import Ticket
 from nanoengine.server.responses import events, named_event, of_type, only_choice
 from nanoengine.server.service import EventStream
 

@@ -16,8 +16,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from nanoengine.server.keys_and_limits import Ticket
 from nanoengine.server.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing, sampling_fields
-from nanoengine.server.request_guard import Ticket
 from nanoengine.server.service import Choices, EventStream, event
 from nanoengine.unknown_arguments import without_unserved
 

@@ -26,6 +26,7 @@ from nanoengine.metrics import Counter, Gauge, Histogram, Metric, Vector
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, PromptTooLongError, check_unicode
 from nanoengine.sampling_params import SamplingParams, check_integer
+from nanoengine.server.keys_and_limits import Ticket
 from nanoengine.server.openai_api import (
     JSON,
     APIError,
@@ -39,7 +40,6 @@ from nanoengine.server.openai_api import (
     to_json,
     unavailable,
 )
-from nanoengine.server.request_guard import Ticket
 from nanoengine.server.token_logprobs import TokenNames
 
 LONG_BODY_BYTES = 2**16  # checking and tokenizing a longer body takes more than a few milliseconds

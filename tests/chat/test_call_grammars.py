@@ -9,7 +9,7 @@ import pytest
 from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, choose_formats
 from nanoengine.chat.call_grammars import required_calls, strict_calls
 from nanoengine.chat.tool_choice import ToolChoice
-from nanoengine.extensions.structured.constraints import Grammars
+from nanoengine.extensions.structured.token_masks import Grammars
 from nanoengine.sampling_params import StructuredOutputsParams
 from tests.chat.test_answer_parser import ADD, function_of
 from tests.helpers import byte_tokenizer

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.engine import Sequence
-from nanoengine.extensions.structured import constraints, grammars
-from nanoengine.extensions.structured.constraints import Constraint, Grammars
+from nanoengine.extensions.structured import grammars, token_masks
 from nanoengine.extensions.structured.json_schemas import closed
+from nanoengine.extensions.structured.token_masks import Constraint, Grammars
 from nanoengine.sampling.sampler import SamplingRow
 from tests.helpers import ADDED_TOKENS, DEMO, byte_tokenizer, finish, table_checkpoint
 
@@ -183,7 +183,7 @@ def test_scheduling_drafts_and_masks_computed_ahead_change_no_token(changes, exp
         assert (metrics["num_preemptions"] > 0) == ("block_size" in changes)
         if "speculative_config" in changes:
             assert metrics["spec_decode_num_accepted_tokens"] > 20
-        monkeypatch.setattr(constraints, "SLOW_SECONDS", -1.0)  # all are slow from their second mask on
+        monkeypatch.setattr(token_masks, "SLOW_SECONDS", -1.0)  # all are slow from their second mask on
         assert answers(llm, params) == expected
         assert all(compiled(llm, kind).is_slow for kind in KINDS)
         assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
@@ -201,7 +201,7 @@ def test_a_sequence_whose_mask_is_late_skips_steps_and_delays_no_other(num_block
         return mask_after(self, output_ids)
 
     monkeypatch.setattr(Constraint, "_mask_after", slowly)
-    monkeypatch.setattr(constraints, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(token_masks, "SLOW_SECONDS", -1.0)
     with LLM(DEMO, num_kv_blocks=num_blocks, block_size=8, max_model_len=64) as llm:
         for name, one in (("late", params), ("free", SamplingParams(max_tokens=30, ignore_eos=True))):
             llm.add_request(name, "Hello", one)
@@ -221,7 +221,7 @@ def test_a_sequence_whose_mask_is_late_skips_steps_and_delays_no_other(num_block
 
 
 def test_close_ends_the_threads_that_compute_masks(monkeypatch):
-    monkeypatch.setattr(constraints, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(token_masks, "SLOW_SECONDS", -1.0)
     before = {*threading.enumerate()}
     with LLM(DEMO, num_kv_blocks=40, max_model_len=64) as llm:
         answers(llm, [asking("regex", 3, temperature=2.0)])
@@ -254,7 +254,7 @@ def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
     grammars, tokenizer = llm.llm_engine._grammars, llm.get_tokenizer()
     a, b, c = tokenizer.convert_tokens_to_ids(["a", "b", "c"])
     make = grammars.compile(StructuredOutputsParams(regex="a[ab]{3,9}"))
-    propose = constraints.GrammarProposer(lambda seq, num_tokens: [b, a, c, b][:num_tokens], 4)
+    propose = token_masks.GrammarProposer(lambda seq, num_tokens: [b, a, c, b][:num_tokens], 4)
     seq = Sequence(0, [1, 2], SamplingParams(), processors=(make(),))
     assert propose(seq, 4) == [a], "there is no choice"
     seq.token_ids.append(a)
@@ -758,7 +758,7 @@ def test_without_the_package_an_error_names_the_extra(llm, monkeypatch):
 
 def test_a_grammar_is_compiled_once(llm):
     assert compiled(llm, "regex") is compiled(llm, "regex") is not compiled(llm, "json")
-    assert llm.llm_engine._grammars._cached.cache_parameters()["maxsize"] == constraints.MAX_GRAMMARS
+    assert llm.llm_engine._grammars._cached.cache_parameters()["maxsize"] == token_masks.MAX_GRAMMARS
 
 
 def test_every_bit_of_a_mask_is_right(llm):

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from nanoengine.server.keys_and_limits import Ticket
 from nanoengine.server.messages import SIGNATURE, CountRequest, MessageStream
-from nanoengine.server.request_guard import Ticket
 from tests.helpers import DEMO, failing_calls
 from tests.serving import TEMPLATE, held_steps, http, post, scripted
 

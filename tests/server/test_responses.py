@@ -6,7 +6,7 @@ import openai
 import pydantic
 import pytest
 
-from nanoengine.server.request_guard import Ticket
+from nanoengine.server.keys_and_limits import Ticket
 from nanoengine.server.responses import ResponsesRequest, ResponseStream
 from tests.helpers import failing_calls
 from tests.serving import http, paced_steps

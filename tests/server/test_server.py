@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
-from nanoengine.server import process as server
+from nanoengine.server import lifecycle as server
+from nanoengine.server.lifecycle import make_parser
 from nanoengine.server.openai_api import to_json
-from nanoengine.server.process import make_parser
 from nanoengine.server.service import Service, names_of
 from tests.helpers import DEMO
 from tests.serving import (
@@ -593,7 +593,7 @@ def test_a_reader_that_stops_reading_is_disconnected(monkeypatch, caplog):
         with held_steps(service.engine) as steps:
             client.sendall(post_in_bytes("/v1/completions", asked))
             wait_until(lambda: steps.is_held)
-            monkeypatch.setattr("nanoengine.server.request_guard.CLIENT_SECONDS", 0.5)
+            monkeypatch.setattr("nanoengine.server.keys_and_limits.CLIENT_SECONDS", 0.5)
         wait_until(lambda: service.num_samples == 0 and caplog.records)
         assert json.loads(caplog.records[-1].message)["disconnected"]  # though its connection is open
         wait_until(lambda: is_empty(service))

@@ -16,7 +16,7 @@ from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels, dtype_name
 from nanoengine.backends.cpu.packed_layers import CompiledLayer, PackedLinear, pack_weights
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
-from nanoengine.backends.cpu.populate import PopulatingForward
+from nanoengine.backends.cpu.populate_cache import PopulatingForward
 from nanoengine.backends.device import Attention, Decodes, Device, Forward
 from nanoengine.backends.host_memory import keep_freed_memory
 from nanoengine.backends.kv_cache import KVSpec

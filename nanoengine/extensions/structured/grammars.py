@@ -47,7 +47,7 @@ LIMITS: dict[str, Any] = {
 }
 MAX_SECONDS = 3  # processor time of a trial
 MAX_BYTES = 256 << 20  # memory of a trial, in addition to the tokenizer
-SLOW_SECONDS = 0.01  # processor time of one mask: constraints.py computes slower ones ahead
+SLOW_SECONDS = 0.01  # processor time of one mask: token_masks.py computes slower ones ahead
 NUM_TRIED = 64  # output tokens that a trial follows the grammar for
 # The default between JSON tokens: a space, or a newline and an indentation. Without a limit on whitespace, as
 # in vLLM, many models never stop indenting.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu import populate
+from nanoengine.backends.cpu import populate_cache
 from nanoengine.backends.host_memory import LARGE_PAGE, Available
 from nanoengine.backends.kv_cache import KVGroup, KVSpec, new_caches
 
@@ -47,12 +47,12 @@ def check_ahead(forward, is_idle, num_blocks):
 @pytest.fixture
 def forward():
     caches = new_caches([SPEC] * 2, [KVGroup([0, 1], None)], NUM_BLOCKS - 1, 32, torch.device("cpu"))
-    return populate.PopulatingForward(caches, AHEAD, 1.0)
+    return populate_cache.PopulatingForward(caches, AHEAD, 1.0)
 
 
-@pytest.mark.parametrize("advice", [populate.MADV_POPULATE_WRITE, -1], ids=["populated", "locked"])
+@pytest.mark.parametrize("advice", [populate_cache.MADV_POPULATE_WRITE, -1], ids=["populated", "locked"])
 def test_blocks_are_populated_ahead_of_the_highest_one_in_use_and_not_further(advice, forward, monkeypatch):
-    monkeypatch.setattr(populate, "MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(populate_cache, "MADV_POPULATE_WRITE", advice)
     forward._memory[0][3] = 1  # what is there stays
     for block, is_idle, num_populated in (
         (0, False, 1 + AHEAD),  # after loading
@@ -76,7 +76,7 @@ def test_a_thread_of_lowest_priority_populates_a_part_of_the_available_memory(fo
         seen.append((os.sched_getscheduler(0), os.sched_getaffinity(0)))
         return Available(10 * 4 * 100 * BLOCK_BYTES, "a cgroup's limit")
 
-    monkeypatch.setattr(populate, "available_memory", available)
+    monkeypatch.setattr(populate_cache, "available_memory", available)
     forward._share = 0.1
     check_ahead(forward, False, 101)
     assert seen == [(os.SCHED_IDLE, os.sched_getaffinity(0))]

@@ -2,7 +2,7 @@
 
 A request passes through these, on its way in and back:
 
-    request_guard.Gate          limit headers, time and size, check the key, log a line, notice lost clients
+    keys_and_limits.Gate        limit headers, time and size, check the key, log a line, notice lost clients
     openai_api.ChatRequest      holds the request in the engine's terms (or CompletionRequest)
     service.Service.answer      checks the whole request, takes places in the queue, calls `AsyncLLM`
     ChatRequest.choice          writes the engine's output in the API's own shape, whole or piece by piece
@@ -32,7 +32,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.flags import FlexibleArgumentParser, argparse_type, engine_parser, settings_of, value_of
 from nanoengine.sampling_params import check_number, check_strings
 from nanoengine.server.app import make_app
-from nanoengine.server.request_guard import Connection
+from nanoengine.server.keys_and_limits import Connection
 from nanoengine.server.service import Service
 
 REPORT_SECONDS = 10  # between two lines about the engine's load
