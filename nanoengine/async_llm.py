@@ -7,10 +7,11 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -136,15 +137,15 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             # Tokenizing a long text blocks neither the event loop nor a step. Requests keep their order,
             # except that none waits for another one's grammar to compile.
             has_grammar = getattr(params, "structured_outputs", None) is not None
-            pool = None if has_grammar else self._checks
-            checked = await loop.run_in_executor(pool, self.llm_engine.check, prompt, params, priority)
+            submit = partial(loop.run_in_executor, None if has_grammar else self._checks)
+            checked = await self._call(lambda: self.llm_engine.check(prompt, params, priority), submit)
 
         def add() -> None:
             self.llm_engine.add_request(request_id, checked, inbox=mailbox, **unserved)
 
         finished = False
         try:
-            await self._call(add, takes_place=True)
+            await self._call(add, lambda run: self._send(lambda: self._waiting.append(run)))
             while not finished:
                 output = await mailbox.take()
                 finished = output.finished
@@ -190,21 +191,31 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _call(self, command: Callable[[], T], takes_place: bool = False) -> T:
-        """Run a command in the engine's thread; with takes_place, once there is room for a request."""
-        done: Future[T] = Future()
+    async def _call(
+        self, command: Callable[[], T], submit: Callable[[Callable[[], None]], object] | None = None
+    ) -> T:
+        """Run a command in the thread that `submit` selects (the engine's), and return its result.
+
+        The event loop's thread takes no lock of a concurrent.futures.Future: a signal's handler that raises
+        just after such a lock is taken leaves it locked, and the other thread would wait for it forever.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
 
         def run() -> None:
-            if not done.set_running_or_notify_cancel():  # cancelled while it waited in the queue
+            if done.cancelled():  # while it waited in the queue
                 return
             try:
-                done.set_result(command())
+                deliver = partial(done.set_result, command())
             except BaseException as error:  # a tokenizer's panic, no Exception, must not end the thread
-                done.set_exception(error)
+                deliver = partial(done.set_exception, error)
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(lambda: done.done() or deliver())
 
         try:
-            self._send((lambda: self._waiting.append(run)) if takes_place else run)
-            return await asyncio.wrap_future(done)
+            with uninterrupted():
+                (submit or self._send)(run)
+            return await done
         finally:
             done.cancel()  # no-op unless a signal's handler raised: the command must not run later
 

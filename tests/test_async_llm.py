@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 import pytest
 
@@ -288,3 +290,42 @@ def test_dead_thread_ends_all_requests(qwen3, expected):
         engine.close()
 
     asyncio.run(main())
+
+
+def test_a_signal_that_comes_as_a_lock_is_taken_leaves_the_engine_s_threads_running(monkeypatch):
+    """A lock of concurrent.futures stays locked if the exception comes just after it is taken."""
+    count, at, enter = 0, -1, threading.Condition.__enter__
+
+    def interrupted_enter(self):
+        nonlocal count
+        result = enter(self)
+        if threading.current_thread() is threading.main_thread():
+            count += 1
+            if count == at:
+                signal.raise_signal(signal.SIGALRM)
+        return result
+
+    def on_alarm(number, frame):
+        raise InterruptedError
+
+    async def ask(engine):
+        async for out in engine.generate("Hi", SamplingParams(temperature=0, max_tokens=2), "0"):
+            token_ids = out.outputs[0].token_ids
+        return token_ids
+
+    handler = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        with closing(AsyncLLM(DEMO, num_kv_blocks=40)) as engine:
+            expected = asyncio.run(ask(engine))
+            monkeypatch.setattr(threading.Condition, "__enter__", interrupted_enter)
+            for at in range(1, 100):
+                count = 0
+                with suppress(InterruptedError):
+                    asyncio.run(asyncio.wait_for(ask(engine), TIMEOUT))
+                num_locks, count = count, 100
+                assert asyncio.run(asyncio.wait_for(ask(engine), TIMEOUT)) == expected
+                if num_locks < at:
+                    break
+            assert num_locks < at < 99
+    finally:
+        signal.signal(signal.SIGALRM, handler)

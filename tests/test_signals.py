@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -310,4 +311,5 @@ def test_alarms_at_random_moments_change_neither_threads_nor_state_nor_results()
     result = json.loads(done.stdout)
     assert result["raised"] > 90
     assert (result["lost"], result["differences"]) == ([], [])
-    assert result["stuck"] <= 2
+    package = str(Path(build.__file__).parents[2])  # asyncio may lose a callback, but this code may not
+    assert all(package not in stack.splitlines()[-2] for stack in result["stuck"])
