@@ -15,7 +15,8 @@ from nanoengine.cli import bench
 from nanoengine.cli import lab as lab_command
 from nanoengine.engine import Scheduler
 from nanoengine.extensions.speculative_decoding import DraftingScheduler
-from nanoengine.lab.policies import POLICIES, PreemptivePriority
+from nanoengine.lab.policies.names import POLICIES
+from nanoengine.lab.policies.priority import PreemptivePriority
 from tests.helpers import DEMO, finish
 from tests.model_table import small_config
 from tests.test_scheduling_machine import IN_SECONDS, ExtendedMachine
@@ -26,7 +27,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-POLICY = "nanoengine.lab.policies:ShortestFirst"
+POLICY = "nanoengine.lab.policies.shortest:ShortestFirst"
 LENGTHS = [20, 50, 20]
 SMALL = {"num_kv_blocks": 7, "block_size": 8}  # each needs a third block in the same step, and one is free
 

@@ -8,7 +8,7 @@ import pytest
 
 from nanoengine.lab.arrivals import Arrival
 from nanoengine.lab.belady import Accesses, optimal_hits
-from nanoengine.lab.policies import POLICIES
+from nanoengine.lab.policies.names import POLICIES
 from nanoengine.lab.simulation import CostModel, simulate
 from tests.helpers import make_scheduler
 
