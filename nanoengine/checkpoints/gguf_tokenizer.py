@@ -224,10 +224,12 @@ def _load(file: GGUFFile) -> Any:
     types = _numbers(file, "token_type", len(tokens))
     # llama.cpp knows by the name, too, that special tokens take the spaces after them.
     strips = re.search("phi-?3", str(fields.get("general.name")), re.IGNORECASE) is not None
+    added_tokens = []  # added at once: one by one takes a time that is quadratic in their number
     for i in np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED))):
         rstrip = strips and tokens[i] not in ("<unk>", "<s>", "<|endoftext|>")
         special = bool(types[i] != USER_DEFINED)
-        backend.add_tokens([AddedToken(tokens[i], normalized=False, special=special, rstrip=rstrip)])
+        added_tokens.append(AddedToken(tokens[i], normalized=False, special=special, rstrip=rstrip))
+    backend.add_tokens(added_tokens)
     special_tokens = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = file.token_id(theirs)

@@ -138,11 +138,13 @@ class States:
         """Allocate memory for num_slots slots, including the reserved ones, or raise ValueError."""
         self.memory = []  # free the old memory first
         try:
-            for specs in self.specs:
-                shapes = {key: (num_slots, *spec.shape) for key, spec in specs.items()}
-                self.memory.append(
-                    {key: zeros_on_large_pages(shapes[key], specs[key].dtype, device) for key in specs}
-                )
+            self.memory = [
+                {
+                    key: zeros_on_large_pages((num_slots, *spec.shape), spec.dtype, device)
+                    for key, spec in specs.items()
+                }
+                for specs in self.specs
+            ]
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
             raise ValueError(
                 f"too little memory for {num_slots} states of {self.slot_bytes} bytes; lower num_state_slots"
