@@ -89,8 +89,8 @@ def test_no_file_is_longer_than_600_lines_but_the_two_engines():
     assert {name for name, number in long.items() if number > MAX_LINES.get(name, 600)} == set()
 
 
-def test_the_package_has_at_most_23200_lines():
-    assert lines_of(FILES.values()) <= 23_200
+def test_the_package_has_at_most_23250_lines():
+    assert lines_of(FILES.values()) <= 23_250
 
 
 def test_the_tests_have_at_most_1_3_times_the_lines_of_the_package():

@@ -222,6 +222,8 @@ def test_removing_any_barrier_fence_or_wait_is_noticed(generation, dtype, head_d
                     run(lambda ptx, named, pair=(original, mutant): pair[1] if ptx == pair[0] else ptx)
                 except Fault:
                     continue
-                place = re.findall(r"triton\.py:(\d+):\d+(?: \])*$", mutant[: match.start()], re.MULTILINE)
+                place = re.findall(
+                    r"triton_attention\.py:(\d+):\d+(?: \])*$", mutant[: match.start()], re.MULTILINE
+                )
                 survivors.append((kind, lines[int(place[-1]) - 1].strip()))
     assert set(survivors) <= REDUNDANT, survivors

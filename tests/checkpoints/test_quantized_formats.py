@@ -264,7 +264,8 @@ def check_equal(model, path, dtype="float32", **settings):
     return {form.bits for form in layers if form is not None} - {0}
 
 
-SETTINGS = [{"model_impl": "transformers"}, {"enforce_eager": True}, {"dtype": "bfloat16"}]
+SETTINGS: list[dict] = [{"model_impl": "transformers"}, {"enforce_eager": True}]
+SETTINGS += [{"dtype": "bfloat16", "activations": "float"}]
 
 
 @pytest.mark.parametrize("settings", [{}, *slow(*SETTINGS)])

@@ -132,6 +132,15 @@ def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed(vocab_siz
     assert chi_square_fits(drawn, logits.double().softmax(0).tolist())
 
 
+def test_a_row_samples_the_same_alone_and_in_any_batch():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 500, generator=generator)
+    choices = [{}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.0}, {"min_p": 0.1, "temperature": 2.0}]
+    rows = [row(seed=i, token_ids=range(i + 1), **choices[i % 5]) for i in range(16)]
+    together = sample(logits, rows)[0]
+    assert together == [sample(logits[i : i + 1], [rows[i]])[0][0] for i in range(16)]
+
+
 def test_edits_and_reports_of_a_row_are_the_same_alone_and_in_any_batch():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(14, 50, generator=generator)
