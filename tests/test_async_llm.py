@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from unittest.mock import Mock
 
 import pytest
 
@@ -229,6 +230,37 @@ async def test_bad_requests_and_duplicate_ids_raise_in_their_caller(engine, prom
             with pytest.raises(ValueError, match="'a' is already in use"):
                 await job
     assert await running == tokens[0]
+
+
+@with_engine(max_concurrent_requests=1)
+async def test_a_request_that_is_cancelled_while_it_waits_for_a_place_never_runs(engine, prompts, tokens):
+    add, added = engine.llm_engine.add_request, []
+    engine.llm_engine.add_request = lambda name, *rest, **more: added.append(name) or add(name, *rest, **more)
+    with held_steps(engine) as steps:
+        first = asyncio.create_task(collect(engine, prompts[0], GREEDY, "first"))
+        await until(lambda: steps.is_held)
+        second = asyncio.create_task(collect(engine, prompts[1], GREEDY, "second"))
+        await until(lambda: not engine._commands.empty())  # its check is done, and it waits for a place
+        second.cancel()
+        await asyncio.wait([second])
+    assert await first == tokens[0]
+    assert await collect(engine, prompts[2], GREEDY, "third") == tokens[2]
+    assert added == ["first", "third"]
+
+
+@with_engine
+async def test_a_panic_is_raised_in_its_caller_and_ends_no_thread(engine, prompts, tokens):
+    """tokenizers and llguidance raise Rust's panics as BaseException."""
+
+    class PanicException(BaseException):
+        pass
+
+    for method in "check", "add_request":
+        setattr(engine.llm_engine, method, Mock(side_effect=PanicException))
+        with pytest.raises(PanicException):
+            await asyncio.wait_for(collect(engine, prompts[0], GREEDY, "a"), TIMEOUT)
+        delattr(engine.llm_engine, method)
+        assert await asyncio.wait_for(collect(engine, prompts[0], GREEDY, "b"), TIMEOUT) == tokens[0]
 
 
 def test_engine_serves_several_event_loops(qwen3, expected):

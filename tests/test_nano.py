@@ -1,5 +1,6 @@
 """nano.py against transformers, the full engine, the laws, published bugs and doubles of what a GPU has."""
 
+import itertools
 import math
 import random
 import re
@@ -248,6 +249,20 @@ def test_after_an_interruption_nothing_of_the_broken_step_is_hit(qwen3, monkeypa
         with pytest.raises(KeyboardInterrupt):
             answers(llm)
     assert answers(llm) == expected
+
+
+def test_after_an_interruption_while_requests_are_queued_none_is_left(qwen3, monkeypatch):
+    llm, calls = load(qwen3), itertools.count()
+    queue = llm.scheduler.add
+    monkeypatch.setattr(llm.scheduler, "add", lambda seq: queue(seq) if next(calls) < 2 else interrupt())
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answers(llm)
+    assert not llm.scheduler.waiting
+    assert answers(llm) == answers(load(qwen3))
 
 
 # ---- Sampling ------------------------------------------------------------------------------------

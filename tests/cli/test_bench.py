@@ -24,6 +24,7 @@ from benchmarks.models import SHAPES, parse_custom
 from benchmarks.report import hardware
 from benchmarks.runs import measurements
 from nanoengine import LLM, SamplingParams
+from nanoengine.cli.bench import percentiles
 from nanoengine.cli.workloads import WORKLOADS, Workload
 from nanoengine.extensions.roofline import measure_limits, roofline_seconds
 from tests.helpers import DEMO, open_checkpoint
@@ -81,6 +82,12 @@ def test_a_custom_workload_is_read_or_refused():
     for text in ("0:1:1", "1:0:1", "1:9-8:1", "1:1", "x:1:1", "1:1:1:1:1", "1:1:1:-1"):
         with pytest.raises(ValueError):  # noqa: PT011 (argparse words it)
             parse_custom(text)
+
+
+def test_percentiles_are_interpolated_between_neighbours():
+    assert percentiles([*range(101)]) == pytest.approx([50, 90, 99])
+    assert percentiles([1, 2]) == pytest.approx([1.5, 1.9, 1.99])
+    assert percentiles([3]) == [3, 3, 3]
 
 
 def test_latencies_are_counted_from_the_start():

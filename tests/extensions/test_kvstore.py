@@ -134,6 +134,20 @@ def test_a_directory_is_private_and_holds_a_file_per_entry(tmp_path):
     assert str(store) == str(tmp_path / "a" / "kv")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_a_folder_and_a_huge_file_in_the_place_of_an_entry_are_no_entries(tmp_path):
+    store = DirectoryStore(tmp_path)
+    store.max_entry_bytes = 100
+    others = [store._file(f"{i:02}" * 32) for i in range(3)]
+    for file in others:
+        file.parent.mkdir()
+    os.mkfifo(others[0])  # without a writer: to open it may wait forever
+    others[1].mkdir()
+    others[2].write_bytes(bytes(101))
+    for file in others:
+        assert list(store.get([file.stem])) == []
+
+
 def size_of(path):
     return sum(file.stat().st_size for file in path.rglob("*.safetensors"))
 

@@ -26,7 +26,7 @@ import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.server import lifecycle as server
 from nanoengine.server.lifecycle import make_parser
-from nanoengine.server.openai_api import to_json
+from nanoengine.server.openai_api import APIError, to_json
 from nanoengine.server.service import Service, names_of
 from tests.helpers import DEMO
 from tests.serving import (
@@ -394,6 +394,12 @@ def test_a_bad_request_is_refused_by_its_field(changes, param, message, url):
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert (message if is_chat else param) in error["message"]
     assert len(error["message"]) <= 1000
+
+
+def test_a_message_that_quotes_a_long_request_is_cut_in_each_api_s_form():
+    error = APIError(400, "x" * 5000)
+    for found in error.content, error.messages_content:
+        assert found["error"]["message"] == "x" * 1000
 
 
 @pytest.mark.parametrize("stream", [False, True])
