@@ -746,7 +746,7 @@ class ModelRunner:
         attention: builds a step's attention from its metadata. See backends/paged_attention.py.
         sample: samples one token from each row of logits, as sampler.py's `sample_rows` does.
         sampling_rows: caches the sampling parameters of each row, and what all rows have in common.
-        before_forward: called just before each forward pass, which then hides what the call takes.
+        before_forward: called just before each forward pass. `AsyncLLM` sends the outputs then.
     """
 
     def __init__(

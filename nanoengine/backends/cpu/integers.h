@@ -294,7 +294,7 @@ static void multiply_by_tiles(X* out, Rounded& x, const char* packed, const Form
   alignas(64) char weights[AMX_PART * OUTPUTS];
   const int64_t num_tiles = num_tiles_of(T, HEIGHT), depth = std::min(form.group, DEEPEST) / 2;
   sums.resize(num_tiles * HEIGHT * OUTPUTS);
-  Amx amx(HEIGHT, depth, depth, false);
+  Amx tiles(HEIGHT, depth, depth, false);
   auto multiply = form.has_zeros ? multiply_signed_tile<true> : multiply_signed_tile<false>;
   for_each_block(out, bias, sums.data(), T, N, 1, [&](int64_t index, auto...) {
     const char* block = packed + index * x.groups * form.group_bytes();
