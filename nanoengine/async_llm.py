@@ -89,6 +89,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self._max_concurrent_requests = config.max_concurrent_requests
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._checks = ThreadPoolExecutor(1, "nanoengine-checks")  # one thread: requests keep their order
+        self._grammar_checks = ThreadPoolExecutor(thread_name_prefix="nanoengine-grammar-checks")
         self._closed, self._lock = False, threading.Lock()
         self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; only for the thread
         self._outgoing: dict[Any, Any] = {}  # outputs that `_deliver` will send; only for the thread
@@ -123,7 +124,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             ValueError, TypeError: the id is in use, or the request cannot be served.
             RuntimeError: the engine is closed.
         """
-        mailbox = _Mailbox(loop := asyncio.get_running_loop(), self._outgoing)
+        mailbox = _Mailbox(asyncio.get_running_loop(), self._outgoing)
         checked = prompt
         if not isinstance(prompt, CheckedRequest):
             if self._closed:
@@ -137,7 +138,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             # Tokenizing a long text blocks neither the event loop nor a step. Requests keep their order,
             # except that none waits for another one's grammar to compile.
             has_grammar = getattr(params, "structured_outputs", None) is not None
-            submit = partial(loop.run_in_executor, None if has_grammar else self._checks)
+            submit = (self._grammar_checks if has_grammar else self._checks).submit
             checked = await self._call(lambda: self.llm_engine.check(prompt, params, priority), submit)
 
         def add() -> None:
@@ -183,6 +184,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
                 self._closed = True
                 self._commands.put(None)
         self._checks.shutdown(wait=False)
+        self._grammar_checks.shutdown(wait=False)
         self._thread.join()
         atexit.unregister(self.close)
 
@@ -196,8 +198,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> T:
         """Run a command in the thread that `submit` selects (the engine's), and return its result.
 
-        The event loop's thread takes no lock of a concurrent.futures.Future: a signal's handler that raises
-        just after such a lock is taken leaves it locked, and the other thread would wait for it forever.
+        Signals wait while `submit` takes a lock of concurrent.futures, and the event loop's thread takes no
+        other: a handler that raises just after would leave it locked, and another thread would wait forever.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()

@@ -324,14 +324,17 @@ def test_dead_thread_ends_all_requests(qwen3, expected):
     asyncio.run(main())
 
 
-def test_a_signal_that_comes_as_a_lock_is_taken_leaves_the_engine_s_threads_running(monkeypatch):
+@pytest.mark.parametrize("structured_outputs", [None, {"regex": "[ab]+"}])
+def test_a_signal_that_comes_as_a_lock_is_taken_reaches_the_caller_and_stops_no_thread(
+    structured_outputs, monkeypatch, caplog
+):
     """A lock of concurrent.futures stays locked if the exception comes just after it is taken."""
-    count, at, enter = 0, -1, threading.Condition.__enter__
+    count, at, enter, main_thread = 0, -1, threading.Condition.__enter__, threading.get_ident()
 
     def interrupted_enter(self):
         nonlocal count
         result = enter(self)
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == main_thread:
             count += 1
             if count == at:
                 signal.raise_signal(signal.SIGALRM)
@@ -341,7 +344,8 @@ def test_a_signal_that_comes_as_a_lock_is_taken_leaves_the_engine_s_threads_runn
         raise InterruptedError
 
     async def ask(engine):
-        async for out in engine.generate("Hi", SamplingParams(temperature=0, max_tokens=2), "0"):
+        asked = SamplingParams(temperature=0, max_tokens=2, structured_outputs=structured_outputs)
+        async for out in engine.generate("Hi", asked, "0"):
             token_ids = out.outputs[0].token_ids
         return token_ids
 
@@ -359,5 +363,6 @@ def test_a_signal_that_comes_as_a_lock_is_taken_leaves_the_engine_s_threads_runn
                 if num_locks < at:
                     break
             assert num_locks < at < 99
+            assert "Exception in callback" not in caplog.text  # asyncio would lose the exception
     finally:
         signal.signal(signal.SIGALRM, handler)
