@@ -243,10 +243,10 @@ static void prefill_attention(X* out, const X* q, const Cached<X>* k_cache, cons
   int64_t num_parts = (T + QUERIES - 1) / QUERIES;
 #pragma omp parallel
   {
-    std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
-    std::vector<A> values(SPAN * value_width), weights(HEIGHT * ROW);
-    std::vector<float> scores(HEIGHT * ROW), sums(G * QUERIES * value_width);
-    std::vector<float> peak(G * QUERIES), total(G * QUERIES), of_span(HEIGHT * value_width);
+    aligned<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
+    aligned<A> values(SPAN * value_width), weights(HEIGHT * ROW);
+    aligned<float> scores(HEIGHT * ROW), sums(G * QUERIES * value_width);
+    aligned<float> peak(G * QUERIES), total(G * QUERIES), of_span(HEIGHT * value_width);
     std::array<std::pair<float, float>, HEIGHT> span_totals;  // each row's peak and sum of weights
     std::array<bool, HEIGHT> sees;                            // whether a row sees any of the span's tokens
     HeadRows<A, X> key_rows(D), value_rows(Dv);
@@ -258,7 +258,7 @@ static void prefill_attention(X* out, const X* q, const Cached<X>* k_cache, cons
     auto multiply = [&](int64_t R, float* to, int64_t row, const A* x, int64_t stride, const A* block, int64_t inputs) {
 #ifdef MAY_HAVE_AMX
       if constexpr (std::is_same_v<A, bf16>)
-        if (by_amx) return multiply_plain_tile(to, row, x, stride, DEPTH, block, inputs, nullptr, 0);
+        if (by_amx) return multiply_plain_tile({to, row}, {to, row}, {x, stride}, block, inputs, nullptr, 0);
 #endif
       TILES<A, A, false>[R - 1](to, row, x, stride, block, plain(inputs), nullptr, 0);
     };

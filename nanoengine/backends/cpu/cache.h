@@ -31,13 +31,13 @@ template <class X>
 static void write_token(X* row, const X* token, int64_t K, int64_t D) { memcpy(row, token, K * D * sizeof(X)); }
 template <class X>
 static void write_token(int8_t* row, const X* token, int64_t K, int64_t D) {
-  static thread_local std::vector<float> wide;
-  wide.resize(D);
+  static thread_local std::vector<float> kept;
+  float* wide = room_for(D, kept);
   for (int64_t head = 0; head < K; head++) {
     float scale;
     int32_t sum;
-    widen_row(wide.data(), token + head * D, D);
-    round_floats<127>(row + head * D, scale, sum, wide.data(), D);
+    widen_row(wide, token + head * D, D);
+    round_floats<127>(row + head * D, scale, sum, wide, D);
     memcpy(row + K * D + head * SCALE, &scale, SCALE);
   }
 }

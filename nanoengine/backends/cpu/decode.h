@@ -233,8 +233,8 @@ constexpr int64_t SCORES = OUTPUTS;
 template <class X, class A>
 static void write_scores(float* scores, const A* q, const Cached<X>* cache, const Cached<X>*, const Slots& slots,
                          int64_t rows, int64_t stride, int64_t K, int64_t D, int64_t, int64_t width) {
-  static thread_local std::vector<A> keys;
-  keys.resize(OUTPUTS * width);
+  static thread_local std::vector<A> kept;
+  A* keys = room_for(OUTPUTS * width, kept);
   HeadRows<A, X> key_rows(D);
   for (int64_t block = slots.low / OUTPUTS * OUTPUTS; block < slots.high; block += OUTPUTS)
     for (int64_t head = 0; head < K; head++) {
@@ -243,12 +243,12 @@ static void write_scores(float* scores, const A* q, const Cached<X>* cache, cons
       auto key = [&](int64_t t) { return key_rows.at(cache, slot, t, head, K); };
       slots.prefetch(cache, block + OUTPUTS, OUTPUTS, head, K, D);
       key_rows.read(cache, slot, first, last, head, K);
-      pack_keys(keys.data(), key, first, last, D);
+      pack_keys(keys, key, first, last, D);
       for (int64_t tile = 0; tile < num_tiles_of(rows); tile++) {
         auto [row, end] = tile_of(rows, tile);
         float* to = scores + (head * stride + row) * ROW + block;
         for (int64_t r = 0; r < end - row; r++) std::fill_n(to + r * ROW, OUTPUTS, 0.0f);
-        TILES<A, A, false>[end - row - 1](to, ROW, q + (head * stride + row) * width, width, keys.data(),
+        TILES<A, A, false>[end - row - 1](to, ROW, q + (head * stride + row) * width, width, keys,
                                           plain((D + STEP<A> - 1) / STEP<A> * STEP<A>), nullptr, 0);
       }
     }
@@ -380,9 +380,8 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
   for (const Task& task : tasks) most = std::max(most, task.to - task.from);
   // For each sequence and span: the sum of values per head, then the largest score and the sum of weights per head.
   int64_t size = H * (width + 2);
-  static thread_local std::vector<float> kept;  // kept between calls: new memory takes longer than the work
-  if (int64_t(kept.size()) < first_result[S] * size) kept.resize(first_result[S] * size);
-  float* results = kept.data();
+  static thread_local std::vector<float> kept;
+  float* results = room_for(first_result[S] * size, kept);
 #pragma omp parallel
   {
     // Their rows are (K, n, G).

@@ -91,20 +91,16 @@ static inline floats rounded_product(floats a, floats b) {
 
 // Activations, rounded. An activation is integer * scale of its group.
 struct Rounded {
-  struct alignas(64) Line {
-    int8_t bytes[64];
-  };
   int64_t stride, groups, height;  // bytes from row to row; groups in a row; rows, with room for a whole AMX tile
-  std::vector<Line> lines;         // integers (T, stride)
+  aligned<int8_t> integers;        // integers (T, stride)
   std::vector<float> scales;       // (T, groups); for AMX (groups, height)
   std::vector<int32_t> sums;       // like scales: sums of a group's integers
   void reserve_rows(int64_t T, int64_t I, int64_t group) {
     // Rows are one cache line further apart. Otherwise, for many widths, a tile's rows would share one L1 cache set.
     stride = (I + 127) / 64 * 64, groups = I / group, height = T;
-    if (int64_t(lines.size()) < T * stride / 64) lines.resize(T * stride / 64);
-    if (int64_t(scales.size()) < T * groups) scales.resize(T * groups), sums.resize(T * groups);
+    room_for(T * stride, integers), room_for(T * groups, scales), room_for(T * groups, sums);
   }
-  int8_t* row(int64_t t) { return lines.data()->bytes + t * stride; }
+  int8_t* row(int64_t t) { return integers.data() + t * stride; }
 };
 
 // Rounds a group to multiples of its largest absolute value / LIMIT, which is 127 for 8 bits. A group whose values are
@@ -208,14 +204,16 @@ static constexpr auto integer_tiles(std::integer_sequence<int, R...>) {
 template <class W, bool HAS_ZEROS>
 static constexpr auto INTEGER_TILES = integer_tiles<W, HAS_ZEROS>(std::make_integer_sequence<int, ROWS>());
 
-// Converts a block of int4 to wide_int4.
-static void widen_integers(char* out, const char* block, const Form& form, int64_t groups) {
+// Converts a block to a byte for each integer, less `offset`: int4 to wide_int4, or both to signed bytes.
+template <class W>
+static void widen_integers(char* out, const char* block, const Form& form, int64_t groups, int8_t offset) {
+  typedef int8_t bytes __attribute__((vector_size(LANES * INPUTS)));
   int64_t params = form.group_bytes() - form.weight_bytes();
   for (int64_t g = 0; g < groups; g++, block += params, out += params) {
-    for (const char* end = block + form.weight_bytes(); block < end; block += STEP_BYTES<int4x8>)
+    for (const char* end = block + form.weight_bytes(); block < end; block += STEP_BYTES<W>)
       for (int j = 0; j < VECTORS; j++, out += LANES * INPUTS) {
-        integers bytes = bytes_of((const int4x8*)block, j);
-        memcpy(out, &bytes, sizeof bytes);
+        bytes integers = (bytes)bytes_of((const W*)block, j) - offset;
+        memcpy(out, &integers, sizeof integers);
       }
     memcpy(out, block, params);
   }
@@ -228,52 +226,40 @@ static void widen_integers(char* out, const char* block, const Form& form, int64
 constexpr int64_t DEEPEST = 64, TILES_FROM = 32;
 
 #ifdef MAY_HAVE_AMX
-// Converts the integers of `count` groups of a block to signed bytes in the layout of packed int8, without the scales.
-template <class W>
-static void sign_integers(char* out, const char* block, const Form& form, int64_t count) {
-  typedef int8_t bytes __attribute__((vector_size(LANES * INPUTS)));
-  for (int64_t g = 0; g < count; g++, block += form.group_bytes())
-    for (const char *step = block, *end = block + form.weight_bytes(); step < end; step += STEP_BYTES<W>)
-      for (int j = 0; j < VECTORS; j++, out += LANES * INPUTS) {
-        bytes without_offset = (bytes)bytes_of((const W*)step, j) - int8_t(OFFSET<W>);
-        memcpy(out, &without_offset, sizeof without_offset);
-      }
-}
-
 template <int SUMS, int X, int WEIGHTS>
 static inline void add_integer_product() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS));
 }
 
-// Like `multiply_integers`, for HEIGHT rows and `count` groups from group `start` on, whose integers are in `weights`.
+// Like `multiply_integers`, for HEIGHT rows and signed bytes. Prefetches after each product of tiles.
 template <bool HAS_ZEROS>
-static void multiply_signed_tile(float* sums, Rounded& x, int64_t first, int64_t start, int64_t count, const char* weights,
-                                 const char* block, const Form& form, const char* next, int64_t lines) {
+static void multiply_signed_tile(float* sums, Rounded& x, int64_t first, const char* block, const Form& form,
+                                 const char* next, int64_t lines) {
   alignas(64) int32_t kept[2][VECTORS][HEIGHT * LANES];
-  const int64_t stride = x.stride, height = x.height, group = form.group;
-  const int8_t* from = x.row(first) + start * group;
-  const float* scales = x.scales.data() + first + start * height;
-  const int32_t* x_sums = x.sums.data() + first + start * height;
+  const int64_t height = x.height, group = form.group;
+  const Rows<int8_t> from{x.row(first), x.stride};
+  const float* scales = x.scales.data() + first;
+  const int32_t* x_sums = x.sums.data() + first;
   auto multiply = [&](int64_t g, auto j) __attribute__((always_inline)) {
-    if (g == count) return;
-    const char* column = weights + g * group * OUTPUTS + j * LANES * INPUTS;
-    if (!j) load_tile<4>(from + g * group, stride);
+    if (g == x.groups) return;
+    const Rows column{block + g * form.group_bytes() + j * LANES * INPUTS, OUTPUTS * INPUTS};
+    if (!j) load_tile<4>(from + g * group);
     clear_tile<j>();
-    load_tile<5>(column, OUTPUTS * INPUTS);
+    load_tile<5>(column);
     add_integer_product<j, 4, 5>();
     if (group > DEEPEST) {
-      if (!j) load_tile<6>(from + g * group + DEEPEST, stride);
-      load_tile<7>(column + DEEPEST * OUTPUTS, OUTPUTS * INPUTS);
+      if (!j) load_tile<6>(from + g * group + DEEPEST);
+      load_tile<7>(column + DEEPEST * OUTPUTS);
       add_integer_product<j, 6, 7>();
     }
-    store_tile<j>(kept[g % 2][j], LANES * 4);
+    store_tile<j>(Rows<int32_t>{kept[g % 2][j], LANES});
     for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
   };
   for_each_vector([&](auto j) { multiply(0, j); });
-  for (int64_t g = 0; g < count; g++, block += form.group_bytes(), scales += height, x_sums += height)
+  for (int64_t g = 0; g < x.groups; g++, scales += height, x_sums += height)
     for_each_vector([&](auto j) __attribute__((always_inline)) {
       multiply(g + 1, j);  // compute the next group's sums while this group's are scaled
-      const uint16_t* params = (const uint16_t*)(block + form.weight_bytes()) + j * LANES;
+      const uint16_t* params = (const uint16_t*)(block + g * form.group_bytes() + form.weight_bytes()) + j * LANES;
       floats scale = halves(params), zero{};
       if (HAS_ZEROS) zero = halves(params + OUTPUTS);
 #pragma GCC unroll 16
@@ -285,32 +271,6 @@ static void multiply_signed_tile(float* sums, Rounded& x, int64_t first, int64_t
       }
     });
 }
-
-// Computes the blocks of out (T, N), in a parallel region.
-template <class W, class X>
-static void multiply_by_tiles(X* out, Rounded& x, const char* packed, const Form& form, const X* bias, int64_t T, int64_t I,
-                              int64_t N) {
-  static thread_local std::vector<float> sums;
-  alignas(64) char weights[AMX_PART * OUTPUTS];
-  const int64_t num_tiles = num_tiles_of(T, HEIGHT), depth = std::min(form.group, DEEPEST) / 2;
-  sums.resize(num_tiles * HEIGHT * OUTPUTS);
-  Amx tiles(HEIGHT, depth, depth, false);
-  auto multiply = form.has_zeros ? multiply_signed_tile<true> : multiply_signed_tile<false>;
-  for_each_block(out, bias, sums.data(), T, N, 1, [&](int64_t index, auto...) {
-    const char* block = packed + index * x.groups * form.group_bytes();
-    for (int64_t input = 0; input < I; input += AMX_PART) {
-      int64_t count = std::min(AMX_PART, I - input) / form.group, bytes = count * form.group_bytes();
-      int64_t times = VECTORS * count, fetching = std::min<int64_t>(num_tiles, 4);
-      int64_t lines = (bytes / 64 + times * fetching - 1) / (times * fetching);
-      const char* next = block + bytes;
-      sign_integers<W>(weights, block, form, count);
-      for (int64_t i = 0; i < num_tiles; i++, next += lines * times * 64)
-        multiply(&sums[i * HEIGHT * OUTPUTS], x, i * HEIGHT, input / form.group, count, weights, block, form, next,
-                 i < fetching ? lines : 0);
-      block += bytes;
-    }
-  });
-}
 #endif
 
 // Computes out (T, N) = x (T, I), rounded, times packed integers + bias. Blocks are read as in `product`.
@@ -321,10 +281,11 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
   static thread_local Rounded kept;  // kept between calls: new memory takes longer than the work
   kept.reserve_rows(by_amx ? T + HEIGHT : T, I, form.group);
   Rounded& rows = kept;
-  int64_t block_bytes = I / form.group * form.group_bytes(), num_tiles = num_tiles_of(T);
-  int64_t fetching = std::min<int64_t>(num_tiles, 4), fours = I / (4 * INPUTS), times = fours * fetching;
-  int64_t lines = (block_bytes / 64 + times - 1) / times;
-  const bool is_widened = !by_amx && std::is_same_v<W, int4x8> && T > 2 * MANY;
+  const int64_t height = by_amx ? HEIGHT : ROWS, num_tiles = num_tiles_of(T, height);
+  const int64_t block_bytes = rows.groups * form.group_bytes(), steps = by_amx ? VECTORS * rows.groups : I / (4 * INPUTS);
+  const int64_t fetching = std::min<int64_t>(num_tiles, 4), times = steps * fetching;
+  const int64_t lines = (block_bytes / 64 + times - 1) / times;
+  const bool is_widened = by_amx || (std::is_same_v<W, int4x8> && T > 2 * MANY);
   const Form used{is_widened ? 8 : form.bits, form.group, form.has_zeros, form.activation_bits};
   auto multiply = form.has_zeros ? INTEGER_TILES<W, true>.data() : INTEGER_TILES<W, false>.data();
   if (is_widened)
@@ -337,20 +298,24 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
       int64_t at = by_amx ? g * rows.height + t : place;
       round_group(rows.row(t) + i, rows.scales[at], rows.sums[at], x + t * I + i, form.group);
     }
+    alignas(64) float sums[HEIGHT * OUTPUTS];
+    static thread_local aligned<char> kept_wide;
+    char* wide = room_for(is_widened ? rows.groups * used.group_bytes() : 0, kept_wide);
 #ifdef MAY_HAVE_AMX
-    if (by_amx) multiply_by_tiles<W>(out, rows, packed, form, bias, T, I, N);
+    std::optional<Amx> tiles;
+    if (by_amx) tiles.emplace(HEIGHT, std::min(form.group, DEEPEST) / 2, std::min(form.group, DEEPEST) / 2, false);
 #endif
-    alignas(64) float sums[ROWS * OUTPUTS];
-    static thread_local std::vector<char> wide;
-    if (is_widened) wide.resize(rows.groups * used.group_bytes());
-    auto add = [&](int64_t block, int64_t i, int64_t begin, int64_t end) {
-      const char *from = packed + block * block_bytes, *next = from + block_bytes + i * lines * fours * 64;
+    for_each_block(out, bias, sums, T, N, height, [&](int64_t block, int64_t i, int64_t begin, int64_t end) {
+      const char *from = packed + block * block_bytes, *next = from + block_bytes + i * lines * steps * 64;
       if (is_widened) {
-        if (!i) widen_integers(wide.data(), from, form, rows.groups);
-        from = wide.data();
+        if (!i) widen_integers<W>(wide, from, form, rows.groups, by_amx ? OFFSET<W> : 0);
+        from = wide;
       }
-      multiply[end - begin - 1](sums, rows, begin, from, used, next, i < fetching ? lines : 0);
-    };
-    if (!by_amx) for_each_block(out, bias, sums, T, N, num_tiles, add);
+      auto tile = multiply[std::min<int64_t>(ROWS, end - begin) - 1];
+#ifdef MAY_HAVE_AMX
+      if (by_amx) tile = form.has_zeros ? multiply_signed_tile<true> : multiply_signed_tile<false>;
+#endif
+      tile(sums, rows, begin, from, used, next, i < fetching ? lines : 0);
+    });
   }
 }

@@ -267,8 +267,7 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
   };
   static thread_local std::vector<X> kept;
   int64_t width = (H + 2 * K) * D, size = T * (2 * E + width + (2 * H + K) * D + 3 * M);
-  if (int64_t(kept.size()) < size) kept.resize(size);
-  X *normed = kept.data(), *sum = normed + T * E, *qkv = sum + T * E, *q = qkv + T * width, *k = q + T * H * D;
+  X *normed = room_for(size, kept), *sum = normed + T * E, *qkv = sum + T * E, *q = qkv + T * width, *k = q + T * H * D;
   X *attended = k + T * K * D, *gate_up = attended + T * H * D, *hidden = gate_up + T * 2 * M;
 
   rms_norm(normed, sum, x, residual, input_norm, eps, T, E);
@@ -299,8 +298,7 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
 }
 
 // kernels.py finds each function through a variable with its address, because a template has no C name. build.py compiles
-// for one type at a time (TYPES is 1, 2 or 4; 8 more for an int8 cache), which takes less than half the time of compiling
-// for all.
+// for one type at a time (TYPES is 1, 2 or 4; 8 more for an int8 cache): compiling for all takes over twice as long.
 #ifndef TYPES
 #define TYPES 7
 #endif

@@ -15,25 +15,20 @@ static void linear(X* out, const X* x, const void* packed, const X* bias, int64_
     else integer_product<int4x8>(out, x, (const char*)packed, form, bias, T, I, N);
     return;
   }
-  auto multiply = [=](auto input, auto in_amx_order, int64_t first, int64_t rows) {
-    using A = decltype(input);
-    X* to = out + first * N;
-    const X* from = x + first * I;
-    if (bits == 8) product<A, in_amx_order>(to, from, (const int8_t*)packed, form, bias, rows, I, N);
-    else if (bits == 4) product<A, in_amx_order>(to, from, (const int4x8*)packed, form, bias, rows, I, N);
-    else product<A, in_amx_order>(to, from, (const X*)packed, form, bias, rows, I, N);
+  auto with_weights = [=](auto multiply) {
+    if (bits == 8) multiply((const int8_t*)packed);
+    else if (bits == 4) multiply((const int4x8*)packed);
+    else multiply((const X*)packed);
   };
 #ifdef MAY_HAVE_AMX
   if constexpr (std::is_same_v<X, bf16>)
     if (HAS_AMX) {
-      if (bits && T <= FEW) return multiply(float(), std::true_type(), 0, T);
-      int64_t limit = std::max(HEIGHT, AMX_INPUTS / I), num_parts = (T + limit - 1) / limit;
-      int64_t rows = num_tiles_of((T + num_parts - 1) / num_parts, HEIGHT) * HEIGHT;
-      for (int64_t first = 0; first < T; first += rows) multiply(bf16(), std::true_type(), first, std::min(rows, T - first));
-      return;
+      if (bits && T <= FEW)
+        return with_weights([=](auto weights) { product<float, true>(out, x, weights, form, bias, T, I, N); });
+      return with_weights([=](auto weights) { product_by_amx(out, x, weights, form, bias, T, I, N); });
     }
 #endif
-  multiply(Input<X>(), std::false_type(), 0, T);
+  with_weights([=](auto weights) { product<Input<X>, false>(out, x, weights, form, bias, T, I, N); });
 }
 
 // ---- Quantized weights ---------------------------------------------------------------------------

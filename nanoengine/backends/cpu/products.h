@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -86,16 +87,30 @@ static void convert_row(A* __restrict out, const X* __restrict row, int64_t n) {
   else narrow_row(out, row, n);
 }
 
-// Returns n numbers as A, which is X or float: in place, or converted into `room`.
+// A vector that begins at a cache line, as the rows of AMX's tiles should.
+template <class X>
+struct Lines {
+  using value_type = X;
+  X* allocate(size_t n) { return (X*)::operator new(n * sizeof(X), std::align_val_t(64)); }
+  void deallocate(X* from, size_t) { ::operator delete(from, std::align_val_t(64)); }
+};
+template <class X>
+using aligned = std::vector<X, Lines<X>>;
+
+// Returns room for n numbers that is kept between calls: new memory takes longer than the work.
+template <class Vector>
+static auto* room_for(int64_t n, Vector& kept) {
+  if (int64_t(kept.size()) < n) kept.resize(n);
+  return kept.data();
+}
+
+// Returns n numbers as A, which is X or float: in place, or converted into `kept`.
 template <class A, class X>
-static const A* as_inputs(std::vector<float>& room, const X* x, int64_t n) {
-  if constexpr (std::is_same_v<A, X>) {
-    return x;
-  } else {
-    if (int64_t(room.size()) < n) room.resize(n);
-    widen_row(room.data(), x, n);
-    return room.data();
-  }
+static const A* as_inputs(std::vector<float>& kept, const X* x, int64_t n) {
+  if constexpr (std::is_same_v<A, X>) return x;
+  float* wide = room_for(n, kept);
+  widen_row(wide, x, n);
+  return (const A*)wide;
 }
 
 // ---- Products ------------------------------------------------------------------------------------
@@ -157,8 +172,6 @@ template <class X>
 using Input = float;
 #endif
 
-static inline int32_t integer_of(int4x8 eight, int k) { return int32_t(eight.all << (28 - 4 * k)) >> 28; }
-
 // Returns a step's weights for input i and vector j of outputs.
 static inline floats weights_of(const float* step, int, int j) { return load_as<floats>(step + j * LANES); }
 static inline floats weights_of(const bf16* step, int i, int j) {
@@ -181,16 +194,26 @@ static inline floats weights_of(const int4x8* step, int i, int j) {
   return __builtin_convertvector((integers)high >> 28, floats);
 }
 #endif
+// Converts LANES float16 to float.
+static inline floats halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__F16C__)
+  return (floats)_mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+  bits wide = __builtin_convertvector(load_as<words>(from), bits);
+  floats size = (floats)((wide & 0x7fff) << 13) * 0x1p112f;
+  return (floats)((bits)size | (wide & 0x8000) << 16);
+#endif
+}
+
 #ifdef __FLT16_MAX__
 static inline floats weights_of(const fp16* step, int, int j) {
-  const fp16* weight = step + j * LANES;
-#if defined(__AVX512F__)
-  return (floats)_mm512_cvtph_ps(load_as<__m256i>(weight));
-#elif defined(__F16C__)
-  return (floats)_mm256_cvtph_ps(load_as<__m128i>(weight));
+#ifdef __F16C__
+  return halves((const uint16_t*)(step + j * LANES));
 #else
   floats wide;
-  for (int i = 0; i < LANES; i++) wide[i] = load(weight[i]);
+  for (int i = 0; i < LANES; i++) wide[i] = load(step[j * LANES + i]);
   return wide;
 #endif
 }
@@ -216,19 +239,6 @@ static inline __m512bh pairs_of(const int4x8* step, int j) {
   return (__m512bh)_mm512_permutexvar_epi16((__m512i)(load_as<lanes>(step) >> 4 * j), _mm512_load_si512(BF16));
 }
 #endif
-
-// Converts LANES float16 to float.
-static inline floats halves(const uint16_t* from) {
-#if defined(__AVX512F__)
-  return (floats)_mm512_cvtph_ps(load_as<__m256i>(from));
-#elif defined(__F16C__)
-  return (floats)_mm256_cvtph_ps(load_as<__m128i>(from));
-#else
-  bits wide = __builtin_convertvector(load_as<words>(from), bits);
-  floats size = (floats)((wide & 0x7fff) << 13) * 0x1p112f;
-  return (floats)((bits)size | (wide & 0x8000) << 16);
-#endif
-}
 
 // Describes where the groups of a part of a block are stored. Plain weights are one group without scales.
 struct Groups {
@@ -310,8 +320,8 @@ static constexpr auto TILES = tiles<A, W, IS_SCALED>(std::make_integer_sequence<
 
 // Rows are divided into tiles of nearly equal height.
 static inline int64_t num_tiles_of(int64_t rows, int64_t limit = ROWS) { return (rows + limit - 1) / limit; }
-static inline std::pair<int64_t, int64_t> tile_of(int64_t rows, int64_t i) {
-  return {rows * i / num_tiles_of(rows), rows * (i + 1) / num_tiles_of(rows)};
+static inline std::pair<int64_t, int64_t> tile_of(int64_t rows, int64_t i, int64_t limit = ROWS) {
+  return {rows * i / num_tiles_of(rows, limit), rows * (i + 1) / num_tiles_of(rows, limit)};
 }
 
 // Adds to sums (rows, OUTPUTS) the rows of x, `stride` apart, times a block's weights. `next` is the next block to come
@@ -344,6 +354,7 @@ static void widen_block(A* out, const W* step, int64_t inputs) {
         }
     } else {
 #ifdef __AVX512BF16__
+#pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++, out += LANES * 2) {
         __m512bh both = pairs_of(step, j);
         memcpy(out, &both, sizeof both);
@@ -363,8 +374,9 @@ constexpr int64_t HEIGHT = 16, DEPTH = 32;  // the largest number of rows and in
 constexpr int64_t FEW = 2;                  // up to this many rows, quantized weights are faster without tiles
 
 #ifdef MAY_HAVE_AMX
-constexpr int64_t AMX_PART = 256;          // inputs of a block that stay in the L1 cache for all rows
 constexpr int64_t AMX_INPUTS = 512 << 10;  // inputs of all rows together that stay in the L2 cache
+constexpr int64_t AMX_PART = 2048;         // inputs of a block that stay there too
+constexpr int64_t MOST_TOTALS = 64 << 10;  // outputs whose sums may wait in memory
 
 // Linux saves these registers only for processes that request it.
 static const bool HAS_TILES = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
@@ -374,11 +386,11 @@ constexpr bool HAS_AMX = false;  // for floats: decodes do not reproduce its ord
 static const bool HAS_AMX = HAS_TILES;
 #endif
 
-// Configures a thread's tile registers during its lifetime. Tiles 0 to 3 hold sums, 4 inputs, and 5 weights. Tiles 6 and
-// 7 are like 4 and 5, for the `rest` of the inputs. Two inputs of 8 bits count as one.
+// Configures a thread's tile registers during its lifetime. 0 to 3 hold sums, 4 inputs, and 5 weights. 6 and 7 are like 4
+// and 5 for the `rest` of the inputs; for `pairs`, 5 holds inputs, 6 and 7 weights. Two inputs of 8 bits count as one.
 class Amx {
  public:
-  Amx(int64_t height, int64_t depth, int64_t rest, bool has_floats = true) : mode(_mm_getcsr()) {
+  Amx(int64_t height, int64_t depth, int64_t rest, bool has_floats = true, bool pairs = false) : mode(_mm_getcsr()) {
     struct {
       uint8_t palette, start, reserved[14];
       uint16_t row_bytes[16];
@@ -388,6 +400,7 @@ class Amx {
     for (int j = 0; j < VECTORS; j++) set(j, height, LANES * 4);
     set(4, height, depth * 2), set(5, depth / 2, LANES * 4);
     if (rest) set(6, height, rest * 2), set(7, rest / 2, LANES * 4);
+    if (pairs) set(5, height, depth * 2), set(6, depth / 2, LANES * 4), set(7, depth / 2, LANES * 4);
     asm volatile("ldtilecfg %0" ::"m"(shapes));
     if (has_floats) _mm_setcsr(mode | 0x8040);  // flush subnormal numbers to 0 outside AMX too, as AMX does
   }
@@ -400,13 +413,24 @@ class Amx {
   unsigned mode;
 };
 
-template <int TILE>
-static inline void load_tile(const void* from, int64_t stride_bytes) {
-  asm volatile("tileloadd (%0, %1, 1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(TILE) : "memory");
+// Rows of a matrix, `stride` numbers apart.
+template <class X>
+struct Rows {
+  X* first;
+  int64_t stride;
+  Rows operator+(int64_t column) const { return {first + column, stride}; }
+  Rows from(int64_t row) const { return {first + row * stride, stride}; }
+};
+template <class X>
+Rows(X*, int64_t) -> Rows<X>;
+
+template <int TILE, class X>
+static inline void load_tile(Rows<X> rows) {
+  asm volatile("tileloadd (%0, %1, 1), %%tmm%c2" ::"r"(rows.first), "r"(rows.stride * sizeof(X)), "i"(TILE) : "memory");
 }
-template <int TILE>
-static inline void store_tile(void* to, int64_t stride_bytes) {
-  asm volatile("tilestored %%tmm%c2, (%0, %1, 1)" ::"r"(to), "r"(stride_bytes), "i"(TILE) : "memory");
+template <int TILE, class X>
+static inline void store_tile(Rows<X> rows) {
+  asm volatile("tilestored %%tmm%c2, (%0, %1, 1)" ::"r"(rows.first), "r"(rows.stride * sizeof(X)), "i"(TILE) : "memory");
 }
 template <int TILE>
 static inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(TILE)); }
@@ -422,44 +446,66 @@ static inline void for_each_vector(F f) {
   f(std::integral_constant<int, 2>()), f(std::integral_constant<int, 3>());
 }
 
-// Like `multiply_tile`, for plain weights: sums stay in registers. The next DEPTH inputs are `step` further on.
-static void multiply_plain_tile(float* sums, int64_t row, const bf16* x, int64_t stride, int64_t step,
-                                const bf16* weights, int64_t inputs, const char* next, int64_t lines) {
-  for_each_vector([&](auto j) { load_tile<j>(sums + j * LANES, row * 4); });
+// Computes sums = old sums + x times a block's plain weights: sums stay in registers. Otherwise like `multiply_tile`.
+static void multiply_plain_tile(Rows<float> sums, Rows<float> old, Rows<const bf16> x, const bf16* weights, int64_t inputs,
+                                const char* next, int64_t lines) {
+  for_each_vector([&](auto j) { load_tile<j>(old + j * LANES); });
   auto take = [&](auto x_tile, auto weights_tile) __attribute__((always_inline)) {
-    load_tile<x_tile>(x, stride * 2);
+    load_tile<x_tile>(x);
     for_each_vector([&](auto j) __attribute__((always_inline)) {
-      load_tile<weights_tile>(weights + j * LANES * 2, OUTPUTS * 4);
+      load_tile<weights_tile>(Rows{weights + j * LANES * 2, OUTPUTS * 2});
       add_product<j, x_tile, weights_tile>();
     });
   };
-  for (; inputs >= DEPTH; inputs -= DEPTH, x += step, weights += DEPTH * OUTPUTS) {
+  for (; inputs >= DEPTH; inputs -= DEPTH, x = x + DEPTH, weights += DEPTH * OUTPUTS) {
     for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
     take(std::integral_constant<int, 4>(), std::integral_constant<int, 5>());
   }
   if (inputs) take(std::integral_constant<int, 6>(), std::integral_constant<int, 7>());
-  for_each_vector([&](auto j) { store_tile<j>(sums + j * LANES, row * 4); });
+  for_each_vector([&](auto j) { store_tile<j>(sums + j * LANES); });
 }
 
-// Like `multiply_tile`, for integers converted to bf16: the sums of each group are stored and scaled.
+// Like `multiply_plain_tile`, for two tiles of rows, the second `apart` rows after the first, and a multiple of DEPTH
+// inputs. Weights are loaded once for both tiles, half of the outputs at a time.
+static void multiply_two_tiles(Rows<float> sums, Rows<float> old, Rows<const bf16> x, int64_t apart, const bf16* weights,
+                               int64_t inputs, const char* next, int64_t lines) {
+  for (int64_t first = 0; first < OUTPUTS; first += 2 * LANES) {
+    for_each_vector([&](auto k) { load_tile<k>(old.from(k / 2 * apart) + (first + k % 2 * LANES)); });
+    for (int64_t i = 0; i < inputs; i += DEPTH) {
+      for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+      const Rows both{weights + i * OUTPUTS + first * 2, OUTPUTS * 2};
+      load_tile<4>(x + i);
+      load_tile<6>(both);
+      add_product<0, 4, 6>();
+      load_tile<7>(both + LANES * 2);
+      add_product<1, 4, 7>();
+      load_tile<5>(x.from(apart) + i);
+      add_product<2, 5, 6>();
+      add_product<3, 5, 7>();
+    }
+    for_each_vector([&](auto k) { store_tile<k>(sums.from(k / 2 * apart) + (first + k % 2 * LANES)); });
+  }
+}
+
+// Like `multiply_plain_tile`, for integers converted to bf16: the sums of each group are stored and scaled.
 template <int R>
-static void multiply_scaled_tile(float* sums, const bf16* x, const bf16* weights, const Groups& groups, const char* next,
-                                 int64_t lines) {
+static void multiply_scaled_tile(Rows<float> sums, Rows<float> old, Rows<const bf16> x, const bf16* weights,
+                                 const Groups& groups, const char* next, int64_t lines) {
   alignas(64) float kept[2][R * LANES];
   int64_t depth = std::min(groups.inputs, DEPTH);
-  for (int j = 0; j < VECTORS; j++, sums += LANES, weights += LANES * 2) {
+  for (int j = 0; j < VECTORS; j++, sums = sums + LANES, old = old + LANES, weights += LANES * 2) {
     floats total[R];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) total[r] = load_as<floats>(sums + r * OUTPUTS);
+    for (int r = 0; r < R; r++) total[r] = load_as<floats>(old.from(r).first);
     auto multiply = [&](int64_t group, auto tile) __attribute__((always_inline)) {
       if (group == groups.count) return;
       clear_tile<tile>();
       for (int64_t i = group * groups.inputs; i < (group + 1) * groups.inputs; i += depth) {
-        load_tile<4>(x + i / DEPTH * R * DEPTH + i % DEPTH, DEPTH * 2);
-        load_tile<5>(weights + i * OUTPUTS, OUTPUTS * 4);
+        load_tile<4>(x + i);
+        load_tile<5>(Rows{weights + i * OUTPUTS, OUTPUTS * 2});
         add_product<tile, 4, 5>();
       }
-      store_tile<tile>(kept[tile], LANES * 4);
+      store_tile<tile>(Rows<float>{kept[tile], LANES});
       for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
     };
     auto scale = [&](int64_t group, int tile) __attribute__((always_inline)) {
@@ -476,7 +522,7 @@ static void multiply_scaled_tile(float* sums, const bf16* x, const bf16* weights
       if (group + 1 < groups.count) multiply(group + 2, even), scale(group + 1, odd);
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) memcpy(sums + r * OUTPUTS, &total[r], sizeof total[r]);
+    for (int r = 0; r < R; r++) memcpy(sums.from(r).first, &total[r], sizeof total[r]);
   }
 }
 
@@ -486,23 +532,11 @@ static constexpr auto scaled_tiles(std::integer_sequence<int, R...>) {
 }
 static constexpr auto SCALED_TILES = scaled_tiles(std::make_integer_sequence<int, HEIGHT>());
 
-// Like `multiply`, for rows copied into tiles of one height: (rows / height, stride / height / DEPTH, height, DEPTH).
-template <bool IS_SCALED>
-static void multiply_by_amx(float* sums, const bf16* x, int64_t stride, const bf16* weights, Groups groups, int64_t rows,
-                            int64_t height, const char* next, int64_t bytes) {
-  int64_t times = IS_SCALED ? VECTORS * groups.count : std::max<int64_t>(1, groups.inputs / DEPTH);
-  int64_t fetching = std::min<int64_t>(rows / height, 4), lines = (bytes / 64 + times * fetching - 1) / (times * fetching);
-  for (int64_t first = 0; first < rows; first += height, next += lines * times * 64) {
-    float* own = sums + first * OUTPUTS;
-    const bf16* from = x + first * stride;
-    int64_t fetched = fetching-- > 0 ? lines : 0;
-    if (IS_SCALED) SCALED_TILES[height - 1](own, from, weights, groups, next, fetched);
-    else multiply_plain_tile(own, OUTPUTS, from, DEPTH, height * DEPTH, weights, groups.inputs, next, fetched);
-    if (groups.x_sums) groups.x_sums += height * groups.sum_stride;
-  }
-}
+#else
+constexpr bool HAS_TILES = false, HAS_AMX = false;
+#endif
 
-// Computes bit for bit the same for few rows and quantized weights, in vectors: moving data into tiles takes longer.
+// Computes bit for bit what AMX does, for few rows and quantized weights, in vectors: moving data into tiles takes longer.
 template <class W, int R>
 static void multiply_few(float* sums, const float* x, int64_t stride, const W* weights, const Groups& groups,
                          const char* next, int64_t bytes) {
@@ -530,10 +564,6 @@ static void multiply_few(float* sums, const float* x, int64_t stride, const W* w
       }
   }
 }
-#else
-constexpr bool HAS_TILES = false, HAS_AMX = false;
-constexpr int64_t AMX_PART = 0;
-#endif
 
 // Describes how a packed weight is stored: as X (bits 0), or as integers of that many bits, which are multiplied by
 // activations as floats (0), or rounded to 8 bits (integers.h).
@@ -542,121 +572,171 @@ struct Form {
 
   int64_t weight_bytes() const { return group * OUTPUTS * bits / 8; }
   int64_t group_bytes() const { return weight_bytes() + OUTPUTS * 2 * (1 + has_zeros); }
+  Groups groups_of(const char* block, int64_t inputs, const float* x_sums, int64_t sum_stride) const {
+    return {inputs / group, group, group_bytes(), block + weight_bytes(), group_bytes(), x_sums, sum_stride};
+  }
 };
 
-// With this many rows or more, threads take blocks dynamically, so that a thread on a busy core gets fewer blocks. With
-// fewer rows, memory is the bottleneck, and each thread gets consecutive blocks.
+// Calls compute(block) for each block of outputs, in a parallel region. With TURNS_FROM rows or more, threads take blocks
+// dynamically, so that a thread on a busy core gets fewer blocks. With fewer rows, memory is the bottleneck, and each
+// thread gets consecutive blocks.
 constexpr int64_t TURNS_FROM = 64;
-
-// Calls add(block, part, begin, end) for each block of OUTPUTS outputs and each part [begin, end) of the T rows, in a
-// parallel region. `add` adds to the thread's sums (end - begin, OUTPUTS), which start as the bias, and are copied to out
-// (T, N) afterwards.
-template <class X, class Add>
-static void for_each_block(X* out, const X* bias, float* sums, int64_t T, int64_t N, int64_t parts, Add add) {
-  auto compute = [&](int64_t first) {
-    int64_t width = std::min(OUTPUTS, N - first);
-    float start[OUTPUTS] = {};
-    if (bias) widen_row(start, bias + first, width);
-    for (int64_t part = 0; part < parts; part++) {
-      int64_t begin = T * part / parts, end = T * (part + 1) / parts;
-      for (int64_t t = begin; t < end; t++) memcpy(&sums[(t - begin) * OUTPUTS], start, sizeof start);
-      add(first / OUTPUTS, part, begin, end);
-      for (int64_t t = begin; t < end; t++) {
-        const float* row = &sums[(t - begin) * OUTPUTS];
-        if (width == OUTPUTS) narrow_row(out + t * N + first, row, OUTPUTS);
-        else narrow_row(out + t * N + first, row, width);
-      }
-    }
-  };
+template <class Compute>
+static void for_blocks(int64_t T, int64_t num_blocks, Compute compute) {
   if (T < TURNS_FROM) {
 #pragma omp for schedule(static)
-    for (int64_t first = 0; first < N; first += OUTPUTS) compute(first);
+    for (int64_t block = 0; block < num_blocks; block++) compute(block);
   } else {
 #pragma omp for schedule(dynamic)
-    for (int64_t first = 0; first < N; first += OUTPUTS) compute(first);
+    for (int64_t block = 0; block < num_blocks; block++) compute(block);
   }
 }
 
-// Computes out (T, N) = x (T, I) times a packed weight + bias, multiplied as A. Each block is read from memory once, and
-// stays in the L2 cache for all rows. The order of a row's sums does not depend on the other rows, so neither does its
-// result.
-template <class A, bool IN_AMX_ORDER, class X, class W>
+// Calls add(block, tile, begin, end) for each block's tiles [begin, end) of up to `height` of the T rows. `add` adds to
+// the thread's sums (end - begin, OUTPUTS), which start as the bias, and are copied to out (T, N) afterwards.
+template <class X, class Add>
+static void for_each_block(X* out, const X* bias, float* sums, int64_t T, int64_t N, int64_t height, Add add) {
+  for_blocks(T, (N + OUTPUTS - 1) / OUTPUTS, [&](int64_t block) {
+    int64_t first = block * OUTPUTS, width = std::min(OUTPUTS, N - first);
+    float start[OUTPUTS] = {};
+    if (bias) widen_row(start, bias + first, width);
+    for (int64_t tile = 0; tile < num_tiles_of(T, height); tile++) {
+      auto [begin, end] = tile_of(T, tile, height);
+      for (int64_t t = begin; t < end; t++) memcpy(&sums[(t - begin) * OUTPUTS], start, sizeof start);
+      add(block, tile, begin, end);
+      for (int64_t t = begin; t < end; t++) narrow_row(out + t * N + first, &sums[(t - begin) * OUTPUTS], width);
+    }
+  });
+}
+
+// Returns the sums (T, I / group) of each group's inputs, which weights with zeros need.
+template <class X>
+static const float* sum_groups(const X* x, int64_t T, int64_t I, int64_t group) {
+  static thread_local std::vector<float> kept;
+  float* sums = room_for(T * I / group, kept);
+#pragma omp parallel for schedule(static)
+  for (int64_t place = 0; place < T * I / group; place++) {
+    float sum = 0;
+    for (int64_t i = 0; i < group; i++) sum += load(x[place * group + i]);
+    sums[place] = sum;
+  }
+  return sums;
+}
+
+// Converts the weights of a part of a block, and describes where their groups are then.
+template <class A, class W>
+static void widen_groups(A* wide, const W* weights, Groups& groups) {
+  for (int64_t g = 0; g < groups.count; g++)
+    widen_block(wide + g * groups.inputs * OUTPUTS, (const W*)((const char*)weights + g * groups.weight_bytes), groups.inputs);
+  groups.weight_bytes = groups.inputs * OUTPUTS * sizeof(A);
+}
+
+// Computes out (T, N) = x (T, I) times a packed weight + bias, multiplied as A, in AMX's order if IS_FEW. Each block is
+// read from memory once, and stays in the L2 cache for all rows. The order of a row's sums does not depend on the other
+// rows, so neither does its result.
+template <class A, bool IS_FEW, class X, class W>
 static void product(X* out, const X* x, const W* packed, Form form, const X* bias, int64_t T, int64_t I, int64_t N) {
-  constexpr bool IS_SCALED = !std::is_same_v<W, X>, BY_AMX = IN_AMX_ORDER && std::is_same_v<A, bf16>;
-  bool is_widened = !std::is_same_v<W, A> && (BY_AMX || (!IN_AMX_ORDER && T > (IS_SCALED ? ROWS : MANY)));
-  int64_t num_tiles = num_tiles_of(T, HEIGHT), height = (T + num_tiles - 1) / num_tiles;
-  int64_t num_rows = BY_AMX ? num_tiles * height : T;
-  int64_t group = IS_SCALED ? form.group : I;
-  int64_t part = !is_widened && (!BY_AMX || num_tiles == 1) ? I : BY_AMX ? AMX_PART : PART;
+  constexpr bool IS_SCALED = !std::is_same_v<W, X>, IS_COPIED = !std::is_same_v<A, X>;
+  bool is_widened = !std::is_same_v<W, A> && !IS_FEW && T > (IS_SCALED ? ROWS : MANY);
+  int64_t group = IS_SCALED ? form.group : I, part = is_widened ? PART : I;
   int64_t block_bytes = IS_SCALED ? I / group * form.group_bytes() : I * OUTPUTS * sizeof(W);
-  static thread_local std::vector<A> kept;  // kept between calls: new memory takes longer than the work
-  static thread_local std::vector<float> kept_sums;
+  static thread_local std::vector<A> kept;
   // Copied rows are one cache line further apart. Otherwise, for many widths, a tile's rows would share one L1 cache set.
-  constexpr bool IS_COPIED = BY_AMX || !std::is_same_v<A, X>;
-  int64_t stride = BY_AMX ? (I + DEPTH - 1) / DEPTH * DEPTH : IS_COPIED ? I + 64 / sizeof(A) : I, sum_stride = I / group;
-  if (IS_COPIED && int64_t(kept.size()) < num_rows * stride) kept.resize(num_rows * stride);
-  if (form.has_zeros && int64_t(kept_sums.size()) < num_rows * sum_stride) kept_sums.resize(num_rows * sum_stride);
-  A* copied = kept.data();
-  float* x_sums = form.has_zeros ? kept_sums.data() : nullptr;
+  int64_t stride = IS_COPIED ? I + 64 / sizeof(A) : I, sum_stride = I / group;
+  A* copied = room_for(IS_COPIED ? T * stride : 0, kept);
+  const float* x_sums = form.has_zeros ? sum_groups(x, T, I, group) : nullptr;
   const A* rows = IS_COPIED ? copied : (const A*)x;
 #pragma omp parallel
   {
-    if (IS_COPIED || x_sums) {
+    if (IS_COPIED) {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < T; t++) {
-        if (BY_AMX)
-          for (int64_t i = 0; i < I; i += DEPTH) {
-            A* tile = copied + t / height * height * stride + i * height;
-            convert_row(tile + t % height * DEPTH, x + t * I + i, std::min(I - i, DEPTH));
-          }
-        else if (IS_COPIED)
-          convert_row(copied + t * stride, x + t * I, I);
-        for (int64_t g = 0; x_sums && g < sum_stride; g++) {
-          float sum = 0;
-          for (int64_t i = 0; i < group; i++) sum += load(x[t * I + g * group + i]);
-          x_sums[t * sum_stride + g] = sum;
-        }
-      }
+      for (int64_t t = 0; t < T; t++) convert_row(copied + t * stride, x + t * I, I);
     }
-    static thread_local std::vector<float> sums;
-    static thread_local std::vector<A> wide;
-    sums.resize(num_rows * OUTPUTS);
-    if (is_widened) wide.resize(part * OUTPUTS);
+    static thread_local std::vector<float> kept_sums;
+    static thread_local std::vector<A> kept_wide;
+    float* sums = room_for(T * OUTPUTS, kept_sums);
+    A* wide = room_for(is_widened ? part * OUTPUTS : 0, kept_wide);
 #ifdef MAY_HAVE_AMX
-    std::optional<Amx> amx;
-    if (IN_AMX_ORDER) amx.emplace(height, std::min(group, DEPTH), group % DEPTH);
+    std::optional<Amx> amx;  // for its mode
+    if (IS_FEW) amx.emplace(1, DEPTH, 0);
 #endif
-    for_each_block(out, bias, sums.data(), T, N, 1, [&](int64_t index, auto...) {
+    for_each_block(out, bias, sums, T, N, T, [&](int64_t index, auto...) {
       const char* block = (const char*)packed + index * block_bytes;
       for (int64_t input = 0; input < I; input += part) {
         int64_t inputs = std::min(part, I - input), bytes = block_bytes * inputs / I;
-        const A* own = rows + input * (BY_AMX ? height : 1);
         const W* weights = (const W*)block;
         Groups groups = plain(inputs);
-        if (IS_SCALED)
-          groups = {inputs / group, group, form.group_bytes(), block + form.weight_bytes(), form.group_bytes(),
-                    x_sums ? x_sums + input / group : nullptr, sum_stride};
+        if (IS_SCALED) groups = form.groups_of(block, inputs, x_sums ? x_sums + input / group : nullptr, sum_stride);
         block += bytes;
-        if (is_widened) {
-          for (int64_t g = 0; g < groups.count; g++)
-            widen_block(wide.data() + g * group * OUTPUTS, (const W*)((const char*)weights + g * groups.weight_bytes),
-                        groups.inputs);
-          groups.weight_bytes = groups.inputs * OUTPUTS * sizeof(A);
-        }
-#ifdef MAY_HAVE_AMX
-        if constexpr (BY_AMX) {
-          const A* as_bf16 = is_widened ? wide.data() : (const A*)weights;
-          multiply_by_amx<IS_SCALED>(sums.data(), own, stride, as_bf16, groups, num_rows, height, block, bytes);
-          continue;
-        } else if constexpr (IN_AMX_ORDER) {
+        if constexpr (IS_FEW) {
           auto multiply = T == 1 ? multiply_few<W, 1> : multiply_few<W, 2>;
-          multiply(sums.data(), own, stride, weights, groups, block, bytes);
+          multiply(sums, rows, stride, weights, groups, block, bytes);
           continue;
         }
-#endif
-        if (is_widened) multiply<A, A, IS_SCALED>(sums.data(), own, stride, wide.data(), groups, T, block, bytes);
-        else multiply<A, W, IS_SCALED>(sums.data(), own, stride, weights, groups, T, block, bytes);
+        if (is_widened) widen_groups(wide, weights, groups);
+        if (is_widened) multiply<A, A, IS_SCALED>(sums, rows + input, stride, wide, groups, T, block, bytes);
+        else multiply<A, W, IS_SCALED>(sums, rows + input, stride, weights, groups, T, block, bytes);
       }
     });
   }
 }
+
+#ifdef MAY_HAVE_AMX
+// Computes the same with AMX, for bf16. In turn, as many rows are multiplied as fit into the L2 cache. So that more fit, long
+// rows are multiplied by AMX_PART plain weights in turn, and meanwhile the sums of all blocks wait in memory.
+template <class W>
+static void product_by_amx(bf16* out, const bf16* x, const W* packed, Form form, const bf16* bias, int64_t T, int64_t I,
+                           int64_t N) {
+  constexpr bool IS_SCALED = !std::is_same_v<W, bf16>;
+  const int64_t group = IS_SCALED ? form.group : I, sum_stride = I / group, num_blocks = (N + OUTPUTS - 1) / OUTPUTS;
+  const int64_t block_bytes = IS_SCALED ? sum_stride * form.group_bytes() : I * OUTPUTS * sizeof(W);
+  const bool may_pair = !IS_SCALED && I % DEPTH == 0;
+  const int64_t most = may_pair ? 2 * HEIGHT : HEIGHT;  // rows multiplied at once
+  const int64_t part = may_pair && T * I > AMX_INPUTS && N <= MOST_TOTALS ? std::min(I, AMX_PART) : I;
+  const int64_t num_turns = num_tiles_of(T, std::max(most, AMX_INPUTS / part)), width = num_blocks * OUTPUTS;
+  const int64_t in_turn = num_tiles_of((T + num_turns - 1) / num_turns, most) * most;
+  static thread_local aligned<float> kept_totals;
+  float* totals = room_for(part < I ? in_turn * width : 0, kept_totals);
+  const float* x_sums = form.has_zeros ? sum_groups(x, T, I, group) : nullptr;
+  auto multiply_part = [&](int64_t turn, int64_t input) {
+    const int64_t rows = std::min(in_turn, T - turn), inputs = std::min(part, I - input);
+    const int64_t num_tiles = num_tiles_of(rows, most), highest = (rows + num_tiles - 1) / num_tiles;
+    const bool in_pairs = highest > HEIGHT && may_pair, is_last = input + inputs == I;
+    const int64_t height = in_pairs ? (highest + 1) / 2 : highest, bytes = block_bytes * inputs / I / num_tiles;
+    const int64_t steps = IS_SCALED ? VECTORS * sum_stride : std::max<int64_t>(1, inputs / DEPTH * (1 + in_pairs));
+    const int64_t lines = (bytes / 64 + steps - 1) / steps;
+    alignas(64) float sums[2 * HEIGHT * OUTPUTS];
+    static thread_local aligned<bf16> kept_wide;
+    bf16* wide = room_for(IS_SCALED ? I * OUTPUTS : 0, kept_wide);
+    Amx amx(height, std::min(group, DEPTH), group % DEPTH, true, in_pairs);
+    for_blocks(T, num_blocks, [&](int64_t index) {
+      const int64_t first = index * OUTPUTS, num_outputs = std::min(OUTPUTS, N - first);
+      const char* block = (const char*)packed + index * block_bytes + input * OUTPUTS * sizeof(bf16);
+      const bf16* weights = IS_SCALED ? wide : (const bf16*)block;
+      float start[OUTPUTS] = {};
+      if (bias) widen_row(start, bias + first, num_outputs);
+      Groups groups = plain(inputs);
+      if constexpr (IS_SCALED) {
+        groups = form.groups_of(block, I, nullptr, sum_stride);
+        widen_groups(wide, (const W*)block, groups);
+      }
+      for (int64_t i = 0; i < num_tiles; i++) {
+        auto [begin, end] = tile_of(rows, i, most);
+        const Rows<const bf16> from{x + (turn + begin) * I + input, I};
+        const Rows<float> total{totals + begin * width + first, width};
+        const Rows<float> to = is_last ? Rows<float>{sums, OUTPUTS} : total, old = input ? total : Rows<float>{start, 0};
+        const char* next = block + block_bytes + i * bytes;
+        if (x_sums) groups.x_sums = x_sums + (turn + begin) * sum_stride;
+        if (IS_SCALED) SCALED_TILES[height - 1](to, old, from, weights, groups, next, lines);
+        else if (in_pairs) multiply_two_tiles(to, old, from, end - begin - height, weights, inputs, next, lines);
+        else multiply_plain_tile(to, old, from, weights, inputs, next, lines);
+        for (int64_t t = begin; t < end && is_last; t++)
+          narrow_row(out + (turn + t) * N + first, sums + (t - begin) * OUTPUTS, num_outputs);
+      }
+    });
+  };
+#pragma omp parallel
+  for (int64_t turn = 0; turn < T; turn += in_turn)
+    for (int64_t input = 0; input < I; input += part) multiply_part(turn, input);
+}
+#endif
