@@ -152,6 +152,15 @@ def text_of(where: str, part: Any) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
+THOUGHT, MESSAGE = {"type": "reasoning", "summary": []}, {"type": "message", "role": "assistant"}
+# A text's name in a chat's message -> the prefix of its item's id; the item, its part, and its events without
+# the text
+TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "reasoning": ("rs", THOUGHT, {"type": "reasoning_text"}, {}),
+    "content": ("msg", MESSAGE, {"type": "output_text", "annotations": []}, {"logprobs": []}),
+}
+
+
 class ResponseStream:
     """Builds a response, as one object or as the events of a stream, in order."""
 
@@ -167,8 +176,7 @@ class ResponseStream:
             **{"status": "in_progress", "incomplete_details": None, "output": [], "usage": None},
         }
         self.output: list[dict[str, Any]] = []  # complete items
-        self.text: str | None = None  # of the open message or thought; None: neither is open
-        self.is_thought = False
+        self.kind: str | None = None  # of the open item with text; None: none is open
         self.num_events = 0
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -178,11 +186,11 @@ class ResponseStream:
 
     def piece(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Append a message of the chat API, or a piece of one, and yield its events."""
-        for name in ("reasoning", "content"):
-            if text := message.get(name):
-                yield from self._open(name == "reasoning")
-                self.text = (self.text or "") + text
-                yield self._text_event("delta", delta=text)
+        for kind in TEXT_ITEMS:
+            if text := message.get(kind):
+                yield from self._open(kind)
+                self.text += text
+                yield self._event(f"response.{self.part['type']}.delta", **self.fields, delta=text)
         for call in message.get("tool_calls", ()):
             yield from self._close()
             function = call["function"]
@@ -200,20 +208,15 @@ class ResponseStream:
         is_cut, usage = choice["finish_reason"] == "length", self.ticket.usage()
         status = "incomplete" if is_cut else "completed"
         if not self.output:
-            yield from self._open()
+            yield from self._open("content")
         yield from self._close(status)
+        renamed = {name: name.replace("prompt", "input").replace("completion", "output") for name in usage}
         response = {
             **self.head,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self.output,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": usage["completion_tokens_details"],
-                "total_tokens": usage["total_tokens"],
-            },
+            "usage": {renamed[name]: counts for name, counts in usage.items()},
         }
         yield self._event(f"response.{status}", response=response)
 
@@ -221,52 +224,31 @@ class ResponseStream:
         """Return the event of a failure. It replaces the events of `end`."""
         return self._event("error", code=error.code, message=str(error), param=error.param)
 
-    def _open(self, is_thought: bool = False) -> Iterator[dict[str, Any]]:
-        """Begin a message or a thought, unless it is open already."""
-        if self.is_thought != is_thought:
-            yield from self._close()
-        if self.text is None:
-            self.text, self.is_thought = "", is_thought
-            item = {**self._item("in_progress"), "content": []}
-            yield self._event("response.output_item.added", output_index=len(self.output), item=item)
-            yield self._event("response.content_part.added", **self._place, part=self._part)
+    def _open(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Begin an item with text of this kind, unless it is open already."""
+        if self.kind == kind:
+            return
+        yield from self._close()
+        self.kind, self.text, index = kind, "", len(self.output)
+        prefix, item, self.part, more = TEXT_ITEMS[kind]
+        self.item = {"id": f"{prefix}_{self.ticket.id}_{index}", **item}
+        self.place = {"item_id": self.item["id"], "output_index": index, "content_index": 0}
+        self.fields = self.place | more
+        begun = {**self.item, "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event("response.content_part.added", **self.place, part={**self.part, "text": ""})
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """End the open message or thought, if there is one."""
-        if self.text is not None:
-            item = {**self._item(status), "content": [self._part]}
-            yield self._text_event("done", text=self.text)
-            yield self._event("response.content_part.done", **self._place, part=self._part)
-            yield self._end_item(item)
-            self.text = None
-
-    def _text_event(self, what: str, **fields: Any) -> dict[str, Any]:
-        if self.is_thought:
-            return self._event(f"response.reasoning_text.{what}", **self._place, **fields)
-        return self._event(f"response.output_text.{what}", **self._place, **fields, logprobs=[])
+        """End the open item with text, if there is one."""
+        if self.kind is not None:
+            self.kind, part = None, {**self.part, "text": self.text}
+            yield self._event(f"response.{part['type']}.done", **self.fields, text=self.text)
+            yield self._event("response.content_part.done", **self.place, part=part)
+            yield self._end_item({**self.item, "status": status, "content": [part]})
 
     def _end_item(self, item: dict[str, Any]) -> dict[str, Any]:
         self.output.append(item)
         return self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": len(self.output), "content_index": 0}
-
-    @property
-    def _part(self) -> dict[str, Any]:
-        if self.is_thought:
-            return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": []}
-
-    @property
-    def _item_id(self) -> str:
-        return f"{'rs' if self.is_thought else 'msg'}_{self.ticket.id}_{len(self.output)}"
-
-    def _item(self, status: str) -> dict[str, Any]:
-        if self.is_thought:
-            return {"id": self._item_id, "type": "reasoning", "status": status, "summary": []}
-        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant"}
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self.num_events += 1
