@@ -151,13 +151,6 @@ CACHED_LOGITS = 1 << 20  # number of float32 logits that fit in a CPU's caches
 FILTERED_ROWS = 64  # rows filtered at a time on a GPU and for log-probabilities, to limit memory
 
 
-def scale_logits(logits: Tensor, divisors: Tensor) -> Tensor:
-    """Subtract each row's largest logit, so that no division overflows, and divide by its temperature."""
-    logits = logits.float()
-    # In place: allocating costs more than the arithmetic.
-    return (logits - logits.amax(-1, keepdim=True)).div_(divisors)
-
-
 def draw_chunks(chunks: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
     """Sample by inverse CDF in two levels: first a chunk of the vocabulary, then a token within it.
 
@@ -183,22 +176,38 @@ def draw_rows(
     top_p, then one sample. The host does not wait for a GPU. `unfiltered` is `draw_chunks` or an
     equivalent kernel.
     """
-    if not metadata.temperature.any():
+    temperature, top_k, top_p, min_p, u = metadata
+    if not temperature.any():
         tokens = logits.argmax(-1)
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    num_rows, device = len(logits), logits.device
     # On a CPU, process a few rows at a time, so that they stay in cache from one operation to the next.
-    size = len(logits) if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
-    parts = [_draw_part(part, of_part, unfiltered) for part, of_part in _split(logits, metadata, size)]
-    tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    size = num_rows if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
+    # Rows with a top_k need only their largest logits, and rows without filters only sums of weights.
+    kinds = [
+        (temperature == 0, num_rows, None),
+        ((top_k > 0) & (top_k <= MAX_SELECTED), size, _draw_selected),
+        ((top_k > 0) | (top_p < 1) | (min_p > 0), min(size, FILTERED_ROWS), _draw_filtered),
+        (np.ones(num_rows, bool), size, lambda x, *given: unfiltered(in_chunks(x)[0], *given[:3])),
+    ]
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    largest = torch.empty(num_rows, device=device)
+    kind = np.argmax([rows for rows, _, _ in kinds], axis=0)  # each row has the first kind that it fits
+    for i, (_, size, draw) in enumerate(kinds):
+        rows = np.flatnonzero(kind == i)
+        for part in (rows[first : first + size] for first in range(0, len(rows), size)):
+            first, last = part[[0, -1]]
+            is_slice = last - first < len(part)  # then the logits are a view
+            at: Any = slice(first, last + 1) if is_slice else upload(part, device)
+            x, of_part = logits[at], SamplingMetadata._make(values[part] for values in metadata)
+            if draw is None:
+                drawn, top = draw_rows(x, of_part)
+            else:
+                top = x.amax(-1, keepdim=True).float()
+                divisors, of_u = upload(np.stack((temperature[part], u[part])), device)
+                drawn, top = draw(x, top, divisors.float().unsqueeze(1), of_u, of_part), top.squeeze(1)
+            tokens[at], largest[at] = drawn, top.float()
     return tokens, largest
-
-
-def _split(
-    logits: Tensor, metadata: SamplingMetadata, size: int
-) -> Iterator[tuple[Tensor, SamplingMetadata]]:
-    """Yield size rows at a time, with the logits as a view."""
-    for i, part in enumerate(torch.split(logits, size)):
-        yield part, SamplingMetadata._make(x[i * size :][:size] for x in metadata)
 
 
 def draw_tokens(
@@ -232,48 +241,14 @@ def read_tokens(tokens: Tensor) -> list[int | None]:
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
-def _draw_part(logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawChunks) -> tuple[Tensor, Tensor]:
-    device, temperature = logits.device, metadata.temperature
-    is_greedy = temperature == 0
-    numbers = upload(np.stack((np.where(is_greedy, 1.0, temperature), metadata.u)), device)
-    given = logits, logits.amax(-1, keepdim=True).float(), numbers[0].float().unsqueeze(1), numbers[1]
-    # Rows with a top_k need only their largest logits, and rows without filters only sums of weights.
-    with_k = ~is_greedy & (metadata.top_k > 0) & (metadata.top_k <= MAX_SELECTED)
-    has_filter = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
-    filtered = ~is_greedy & ~with_k & has_filter
-    tokens: Tensor | None = None
-    kinds: list[tuple[NDArray[np.bool_], Callable[..., Tensor]]] = [
-        (with_k, _draw_selected),
-        (filtered, _draw_filtered),
-        (~with_k & ~filtered, lambda *given: unfiltered(in_chunks(given[0])[0], *given[1:4])),
-    ]
-    for rows, draw in kinds:
-        if rows.all():
-            tokens = draw(*given, metadata)
-        elif rows.any():
-            at = upload(np.flatnonzero(rows), device)
-            those = tuple(x[at] for x in given)
-            drawn = draw(*those, SamplingMetadata._make(x[rows] for x in metadata))
-            tokens = drawn.new_empty(len(logits)) if tokens is None else tokens
-            tokens[at] = drawn
-    assert tokens is not None
-    if is_greedy.any():
-        tokens = torch.where(upload(is_greedy, device), logits.argmax(-1), tokens)
-    return tokens, given[1].squeeze(1)
-
-
 def _draw_filtered(
     logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor, metadata: SamplingMetadata
 ) -> Tensor:
     """Sample from rows whose filters need the whole vocabulary."""
-    tokens = torch.empty_like(u, dtype=torch.int64)
-    for i, (part, of_part) in enumerate(_split(logits, metadata, FILTERED_ROWS)):
-        rows = slice(i * FILTERED_ROWS, i * FILTERED_ROWS + len(part))
-        scaled = scale_logits(part, divisors[rows])
-        filter_logits(scaled, of_part)
-        ones = torch.ones_like(divisors[rows])
-        tokens[rows] = draw_chunks(in_chunks(scaled)[0], torch.zeros_like(ones), ones, u[rows])
-    return tokens
+    scaled = (logits.float() - largest).div_(divisors)
+    filter_logits(scaled, metadata)
+    ones = torch.ones_like(divisors)
+    return draw_chunks(in_chunks(scaled)[0], torch.zeros_like(ones), ones, u)
 
 
 def _draw_selected(
@@ -294,11 +269,14 @@ def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -
     sampled them may add probabilities in another order. Shapes: (R, V) -> (R, V) float32.
     """
     divisors = np.where(metadata.temperature == 0, np.float32(1), metadata.temperature)
-    scaled = scale_logits(logits, upload(divisors, logits.device).unsqueeze(1))
+    scaled = logits.float()
+    # The largest logit is subtracted first, so that no division overflows.
+    scaled = (scaled - scaled.amax(-1, keepdim=True)).div_(upload(divisors, logits.device).unsqueeze(1))
     at = tokens.clamp(min=0).unsqueeze(1)
     drawn = scaled.gather(1, at)
-    for part, of_part in _split(scaled, metadata, FILTERED_ROWS):
-        filter_logits(part, of_part)
+    for first in range(0, len(scaled), FILTERED_ROWS):
+        rows = slice(first, first + FILTERED_ROWS)
+        filter_logits(scaled[rows], SamplingMetadata._make(x[rows] for x in metadata))
     return scaled.scatter_(1, at, drawn)
 
 
