@@ -32,16 +32,6 @@ class Place(NamedTuple):
     is_transposed: bool = False  # whether the model holds it transposed
 
 
-class Run(NamedTuple):
-    """Groups adjacent tensors, so that tensors that are packed together are packed once."""
-
-    module: Any
-    name: str
-    first: int
-    names: list[str]
-    tensors: list[Tensor]
-
-
 class Reloader:
     """Knows where a model holds the checkpoint's tensors, and replaces them.
 
@@ -59,8 +49,7 @@ class Reloader:
         }.items():
             if is_used:
                 raise ValueError(f"update_weights does not work with {name}")
-        self.places: dict[str, list[Place]] = {}  # by tensor name; tied tensors are under the first name
-        self.first_names: dict[str, str] = {}  # tensor -> the first tensor it is tied to, or itself
+        self.places: dict[str, list[Place]] = {}  # by tensor name; tied tensors share a list
         auto: Any = AutoModelForCausalLM
         names: dict[int, str] = {}  # parameter -> its first name, if several share it
         with torch.device("meta"):
@@ -84,61 +73,55 @@ class Reloader:
                 tied = names.setdefault(id(whole), saved) if part.shape == whole.shape else saved
                 if tied != saved and not _is_shared(self.places[tied][0], place):
                     tied = saved
-                self.places.setdefault(tied, []).append(place)
-                self.first_names[saved] = tied
+                self.places[saved] = self.places.setdefault(tied, [])
+                self.places[saved].append(place)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace weights, as `LLMEngine.update_weights` documents. All are checked before one is written."""
-        runs = self._join(self._check(weights))
-        for run in runs:
-            layer, is_rounded = run.module, False
-            if isinstance(layer, PackedLinear) and run.name == "weight" and layer.form.bits:
-                is_rounded = not layer.are_blocks(run.first, run.first + sum(map(len, run.tensors)))
-            if is_rounded:  # its other rows would be rounded again
-                raise ValueError(
-                    f"tensor {run.names[0]!r} shares a quantized layer with others: "
+        checked = [(place, name, x) for places, name, x in self._check(weights) for place in places]
+        checked.sort(key=lambda one: (id(one[0].module), one[0].name, one[0].first))
+        runs: list[tuple[Place, str, list[Tensor]]] = []  # tensors of adjacent rows, which are packed once
+        for place, name, tensor in checked:
+            if place.first and runs:
+                before, _, tensors = runs[-1]
+                if before[:2] == place[:2] and before.first + sum(map(len, tensors)) == place.first:
+                    tensors.append(tensor)
+                    continue
+            runs.append((place, name, [tensor]))
+        for place, name, tensors in runs:
+            layer = place.module
+            is_rounded = isinstance(layer, PackedLinear) and place.name == "weight" and layer.form.bits
+            if is_rounded and not layer.are_blocks(place.first, place.first + sum(map(len, tensors))):
+                raise ValueError(  # its other rows would be rounded again
+                    f"tensor {name!r} shares a quantized layer with others: "
                     "pass q, k and v, or gate and up, in one call"
                 )
-        for run in runs:
-            whole = run.tensors[0] if len(run.tensors) == 1 else torch.cat(run.tensors)
-            _load(run.module, run.name, whole, run.first)
+        for place, _, tensors in runs:
+            whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            _load(place.module, place.name, whole, place.first)
 
-    def _check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Check all tensors. Return them in the model's orientation, by the first of their tied names."""
-        tensors: dict[str, Tensor] = {}
+    def _check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[list[Place], str, Tensor]]:
+        """Check all tensors. Return their places, their names, and each in the model's orientation."""
+        checked: dict[int, tuple[list[Place], str, Tensor]] = {}  # by list of places
         for name, tensor in weights:
-            if name not in self.first_names:
+            if name not in self.places:
                 raise ValueError(f"the model has no tensor {name!r}")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"tensor {name!r} must be a torch.Tensor, got {type(tensor).__name__}")
-            first_name, shape = self.first_names[name], tuple(tensor.shape)
-            place = self.places[first_name][0]
-            if shape != place.shape:
-                raise ValueError(f"tensor {name!r} has shape {shape}, but the model needs {place.shape}")
+            places, shape = self.places[name], tuple(tensor.shape)
+            if shape != places[0].shape:
+                raise ValueError(f"tensor {name!r} has shape {shape}, but the model needs {places[0].shape}")
             if not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise TypeError(f"tensor {name!r} must have floats of 16 bits or more, got {tensor.dtype}")
             if tensor.is_meta or tensor.layout != torch.strided:
                 raise TypeError(f"tensor {name!r} must be dense and hold numbers")
-            tensor = tensor.detach().T if place.is_transposed else tensor.detach()
-            if first_name in tensors and not torch.equal(tensors[first_name], tensor):
-                raise ValueError(f"tensor {name!r} differs from {first_name!r}, to which it is tied")
-            tensors[first_name] = tensor
-        return tensors
-
-    def _join(self, tensors: dict[str, Tensor]) -> list[Run]:
-        """Return the places of the tensors. Tensors whose rows are adjacent become one run."""
-        runs: dict[tuple[int, str, int], Run] = {}  # by module, attribute, and the row after their last
-        placed = [(place, name) for name in tensors for place in self.places[name]]
-        for place, name in sorted(placed, key=lambda one: one[0].first):
-            tensor = tensors[name]
-            key = id(place.module), place.name, place.first
-            run = runs.pop(key, None) if place.first else None
-            run = run or Run(place.module, place.name, place.first, [], [])
-            run.names.append(name)
-            run.tensors.append(tensor)
-            runs[*key[:2], place.first + (len(tensor) if tensor.dim() else 0)] = run
-        return list(runs.values())
+            tensor = tensor.detach().T if places[0].is_transposed else tensor.detach()
+            _, tied, same = checked.get(id(places), (places, name, tensor))
+            if same is not tensor and not torch.equal(same, tensor):
+                raise ValueError(f"tensor {name!r} differs from {tied!r}, to which it is tied")
+            checked[id(places)] = places, name, tensor
+        return checked.values()
 
 
 def _held_module(model: nn.Module, path: str) -> Any:
