@@ -10,7 +10,7 @@ G groups of inputs.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,12 +48,27 @@ def _one_of(stated: dict[str, Any], field: str, default: Any, supported: tuple[A
     return value
 
 
-def _group_size(stated: dict[str, Any]) -> set[Block]:
-    """Return the block that shares a scale, or an empty set if the config does not state its group_size."""
-    size = stated.get("group_size")
-    if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
-        raise ValueError(f"its group_size is {size!r}; supported: -1 and numbers above 0")
-    return set() if size is None else {(1, None if size == -1 else size)}
+def _blocks(settings: Iterable[dict[str, Any]], structure: str = "block_structure") -> set[Block]:
+    """Return the blocks that share a scale. Settings of weights that state no block are left out."""
+    blocks: set[Block] = set()
+    for stated in settings:
+        strategy, size, block = (stated.get(name) for name in ("strategy", "group_size", structure))
+        is_size = type(size) is int and size > 0
+        if strategy == "block":
+            if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
+                raise ValueError(f"its {structure} is {block!r}; it must be two numbers above 0")
+            blocks.add((block[0], block[1]))
+        elif is_size and strategy in (None, "group"):
+            blocks.add((1, size))
+        elif strategy == "tensor":
+            blocks.add((None, None))
+        elif strategy == "channel" or (strategy is None and size == -1):
+            blocks.add((1, None))
+        elif strategy is not None:
+            raise ValueError(f"its strategy {strategy!r} with group_size {size!r} is not supported")
+        elif size is not None:
+            raise ValueError(f"its group_size is {size!r}; supported: -1 and numbers above 0")
+    return blocks
 
 
 # ---- Scales of blocks ----------------------------------------------------------------------------
@@ -82,41 +97,36 @@ def _places(shape: torch.Size, scales: torch.Size, blocks: set[Block]) -> tuple[
     return torch.arange(shape[0]) // rows, torch.arange(shape[1]) // columns
 
 
-def _integers(
-    integers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int, blocks: set[Block], groups: Any = None
+def _scaled(
+    weight: Tensor, zeros: Tensor | None, scales: Tensor, bits: int, blocks: set[Block], groups: Any = None
 ) -> Quantized | Tensor:
-    """Return a weight from integers (N, I), dequantized unless its groups are consecutive and of one size.
+    """Return a weight (N, I) from integers of so many bits or, with 0 bits, from floats.
 
-    `groups`, (I,), is the group of each input, if the checkpoint states it.
+    Integers are dequantized unless their groups are consecutive and of one size. `groups`, (I,), is the group
+    of each input, if the checkpoint states it.
     """
-    scales, zeros = _as_matrix(scales), None if zeros is None else _as_matrix(zeros)
+
+    def as_matrix(x: Tensor) -> Tensor:
+        return x.float() if x.dim() > 1 else x.float().reshape(-1, 1)  # one number per output
+
+    scales, zeros = as_matrix(scales), None if zeros is None else as_matrix(zeros)
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(zeros.shape)} zeros")
-    num_inputs = integers.shape[1]
+    num_inputs = weight.shape[-1]
     if groups is None:
-        rows, groups = _places(integers.shape, scales.shape, blocks)
+        rows, groups = _places(weight.shape, scales.shape, blocks)
         scales, zeros = scales[rows], None if zeros is None else zeros[rows]
-    elif scales.dim() != 2 or len(scales) != len(integers):
-        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(integers.shape)} integers")
+    elif scales.dim() != 2 or len(scales) != len(weight):
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(weight.shape)} integers")
     elif groups.shape != (num_inputs,) or groups.min() < 0 or groups.max() >= scales.shape[1]:
         raise ValueError("g_idx does not name the group of each input")
-    groups, integers = groups.long(), integers.to(torch.int8)
+    groups = groups.long()
     if zeros is not None and not zeros.any():
         zeros = None
     in_turn = torch.arange(num_inputs) * scales.shape[1] // num_inputs
-    if num_inputs % scales.shape[1] == 0 and torch.equal(groups, in_turn):
-        return Quantized(integers, scales.contiguous(), zeros, bits)
-    return (integers - (0.0 if zeros is None else zeros[:, groups])) * scales[:, groups]
-
-
-def _as_matrix(scales: Tensor) -> Tensor:
-    return scales.float().reshape(-1, 1) if scales.dim() < 2 else scales.float()  # one per output
-
-
-def _floats(weight: Tensor, scales: Tensor, blocks: set[Block]) -> Tensor:
-    scales = _as_matrix(scales)
-    rows, columns = _places(weight.shape, scales.shape, blocks)
-    return weight.float() * scales[rows][:, columns]
+    if bits and num_inputs % scales.shape[1] == 0 and torch.equal(groups, in_turn):
+        return Quantized(weight.to(torch.int8), scales.contiguous(), zeros, bits)
+    return (weight.float() - (0.0 if zeros is None else zeros[:, groups])) * scales[:, groups]
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -136,7 +146,7 @@ def _gptq(stated: dict[str, Any]) -> Format:
     layers = _of_layers(stated)
     all_bits = {_one_of(layer, "bits", 4, (4, 8)) for layer in layers}
     is_first_version = _one_of(stated, "checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
-    blocks = set[Block]().union(*map(_group_size, layers))
+    blocks = _blocks(layers)
 
     def read(tensors: Tensors) -> Quantized | Tensor:
         bits = min(all_bits)
@@ -146,7 +156,7 @@ def _gptq(stated: dict[str, Any]) -> Format:
         # The first version stores zeros minus one.
         zeros = (unpack(tensors["qzeros"], bits) + is_first_version) & ((1 << bits) - 1)
         numbers, scales = unpack(tensors["qweight"].T.contiguous(), bits), tensors["scales"].T
-        return _integers(numbers - middle, zeros.T - middle, scales, bits, blocks, tensors.get("g_idx"))
+        return _scaled(numbers - middle, zeros.T - middle, scales, bits, blocks, tensors.get("g_idx"))
 
     return Format({**PARTS, "g_idx": WORDS}, read, ("g_idx",))
 
@@ -171,43 +181,23 @@ def _auto_round(stated: dict[str, Any]) -> Format:
 
 
 def _awq(stated: dict[str, Any]) -> Format:
-    for layer in _of_layers(stated):
+    layers = _of_layers(stated)
+    for layer in layers:
         _one_of(layer, "bits", 4, (4,))
     _one_of(stated, "version", "gemm", ("gemm", "GEMM"))
-    blocks = set[Block]().union(*map(_group_size, _of_layers(stated)))
+    blocks = _blocks(layers)
 
     def in_order(words: Tensor) -> Tensor:
         return unpack(words, 4).view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1).T
 
     def read(tensors: Tensors) -> Quantized | Tensor:
         numbers, zeros = in_order(tensors["qweight"]), in_order(tensors["qzeros"])
-        return _integers(numbers - 8, zeros - 8, tensors["scales"].T, 4, blocks)
+        return _scaled(numbers - 8, zeros - 8, tensors["scales"].T, 4, blocks)
 
     return Format(PARTS, read)
 
 
 # ---- compressed-tensors and fp8 ------------------------------------------------------------------
-
-
-def _block_of(weights: dict[str, Any]) -> Block | None:
-    """Return the block that shares a scale, or None if the weights' settings do not state one."""
-    strategy, size, block = (weights.get(name) for name in ("strategy", "group_size", "block_structure"))
-    if strategy is None and size is not None:
-        strategy = "channel" if size == -1 else "group"
-    if strategy == "block":
-        return _block_size(block, "block_structure")
-    if strategy == "group" and isinstance(size, int) and size > 0:
-        return 1, size
-    for name, shared in ((None, None), ("tensor", (None, None)), ("channel", (1, None))):
-        if strategy == name:
-            return shared
-    raise ValueError(f"its strategy {strategy!r} with group_size {size!r} is not supported")
-
-
-def _block_size(block: Any, field: str) -> Block:
-    if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
-        raise ValueError(f"its {field} is {block!r}; it must be two numbers above 0")
-    return block[0], block[1]
 
 
 def _compressed(stated: dict[str, Any]) -> Format:
@@ -230,7 +220,7 @@ def _compressed(stated: dict[str, Any]) -> Format:
         raise ValueError(f"its weights' num_bits are {all_bits}; supported: {supported}")
     if kind == "naive-quantized":
         kind = "float-quantized" if weights[0].get("type") == "float" else "int-quantized"
-    blocks = {block for one in weights if (block := _block_of(one)) is not None}
+    blocks = _blocks(weights)
 
     def read_packed(tensors: Tensors) -> Quantized | Tensor:
         num_outputs, num_inputs = tensors["weight_shape"].tolist()
@@ -247,15 +237,15 @@ def _compressed(stated: dict[str, Any]) -> Format:
         if groups is not None and (groups == -1).all():
             groups = None
         integers = numbers[:, :num_inputs] - middle
-        return _integers(integers, zeros, tensors["weight_scale"], bits, blocks, groups)
+        return _scaled(integers, zeros, tensors["weight_scale"], bits, blocks, groups)
 
     def read_plain(tensors: Tensors) -> Quantized | Tensor:
         weight, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
-        if kind == "int-quantized":
-            return _integers(weight, zeros, scales, 8, blocks)
-        if zeros is not None and zeros.any():
-            raise ValueError("its floats have a zero point, which is not supported")
-        return _floats(weight, scales, blocks)
+        if kind == "float-quantized" and zeros is not None:
+            if zeros.any():
+                raise ValueError("its floats have a zero point, which is not supported")
+            zeros = None
+        return _scaled(weight, zeros, scales, 8 if kind == "int-quantized" else 0, blocks)
 
     optional = "weight_zero_point", "weight_g_idx"
     if kind == "pack-quantized":
@@ -268,16 +258,15 @@ def _compressed(stated: dict[str, Any]) -> Format:
 
 
 def _fp8(stated: dict[str, Any]) -> Format:
-    block = stated.get("weight_block_size")
     blocks: set[Block] = {(None, None), (1, None)}  # a scale for the whole weight, or for each output
-    if block is not None:
-        blocks = {_block_size(block, "weight_block_size")}
+    if stated.get("weight_block_size") is not None:
+        blocks = _blocks([{**stated, "strategy": "block"}], "weight_block_size")
 
-    def read(tensors: Tensors) -> Tensor:
+    def read(tensors: Tensors) -> Quantized | Tensor:
         scales = [tensors[name] for name in optional if name in tensors]
         if len(scales) != 1:
             raise ValueError(f"it has {len(scales)} of weight_scale_inv and weight_scale")
-        return _floats(tensors["weight"], scales[0], blocks)
+        return _scaled(tensors["weight"], None, scales[0], 0, blocks)
 
     optional = "weight_scale_inv", "weight_scale"
     return Format({"weight": ("F8_E4M3",), **dict.fromkeys(optional, (*FLOATS, "F8_E8M0"))}, read, optional)
@@ -294,7 +283,7 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
         def read_8_bits(tensors: Tensors) -> Quantized | Tensor:
             if (order := tensors.get("weight_format")) is not None and order.any():
                 raise ValueError(f"weight_format is {order.tolist()}; supported: 0, row by row")
-            return _integers(tensors["weight"], None, tensors["SCB"].unsqueeze(1) / 127, 8, {(1, None)})
+            return _scaled(tensors["weight"], None, tensors["SCB"].unsqueeze(1) / 127, 8, {(1, None)})
 
         parts_of_8 = {"weight": ("I8",), "SCB": ("F32",), "weight_format": ("U8",)}
         return Format(parts_of_8, read_8_bits, ("weight_format",))
