@@ -115,7 +115,7 @@ class States:
         self._probed: list[dict[Key, StateSpec]] | None = None
         self._memories: Iterator[tuple[Memory, dict[Key, StateSpec]]] = iter(())  # of the remaining mixers
         # State of the current call, for the stand-in functions:
-        self.initial: Iterator[Tensor] = iter(())  # the recurrent state, or one per head; empty: zeros
+        self.initial: Iterator[Any] = iter(())  # the recurrent state, or one per head; empty: zeros
         self.time_limits = NO_LIMITS
 
     @property
@@ -172,9 +172,11 @@ class States:
     def mix(self, mixer: Any, forward: Callable[..., Any], arguments: dict[str, Any], cache: str) -> Any:
         """Return a mixer's result for a flat batch, from several calls of its class's `forward`."""
         num_tokens = next(x.shape[1] for x in arguments.values() if isinstance(x, Tensor))
+        outs: list[Any] = []
+        places: list[Any] = []  # the tokens of each result
 
-        def compute(select: Callable[[Tensor], Tensor], past: Memory, is_prompt: bool) -> tuple[Any, Memory]:
-            """Return the mixer's result and new states for the tokens that `select` takes of (1, T, ...)."""
+        def compute(place: Any, select: Callable[[Tensor], Tensor], past: Memory, is_prompt: bool) -> Memory:
+            """Compute the tokens at a place, which `select` takes of (1, T, ...). Return their new states."""
             call = _Call(past)
             state = past.get(("recurrent", 0))
             heads = () if not isinstance(state, Tensor) else state.unbind(1) if state.dim() == 4 else (state,)
@@ -185,16 +187,16 @@ class States:
             if isinstance(out, tuple):  # MiniMax also returns its state, which has no row per token
                 kept = {id(state) for state in call.states.values()}
                 out = tuple(None if id(x) in kept else x for x in out)
-            return out, call.states
+            outs.append(out)
+            places.append(place)
+            return call.states
 
         if self._probed is not None:
-            out, states = compute(lambda x: x.transpose(0, 1), {}, True)
+            states = compute(slice(None), lambda x: x.transpose(0, 1), {}, True)
             self._probed.append({key: _spec_of(mixer, key, x) for key, x in states.items()})
-            return _merge([out], [], num_tokens)
+            return _merge(outs, places, num_tokens)
         assert self._step is not None
         (memory, specs), layout = next(self._memories), self._step
-        outs: list[Any] = []
-        places: list[Any] = []
         if num_decodes := len(layout.decode_rows):
             rows: Any = layout.decode_rows if num_decodes < num_tokens else slice(None)
             slots = layout.decode_sources, layout.decode_targets
@@ -203,19 +205,15 @@ class States:
                 key: InPlace(x, *slots) if key in in_place else x.index_select(0, slots[0])
                 for key, x in memory.items()
             }
-            out, states = compute(lambda x: x[0, rows].unsqueeze(1), past, False)
-            outs.append(out)
-            places.append(rows)
+            states = compute(rows, lambda x: x[0, rows].unsqueeze(1), past, False)
             for key, x in states.items():
                 if not isinstance(x, InPlace):
                     memory[key].index_copy_(0, layout.decode_targets, x.to(memory[key].dtype))
         for first, end, source, target, is_prompt in layout.parts:
             # A mixer may write to the state it gets, and the source must not change: pass a copy.
             past = {key: x[source : source + 1].clone() for key, x in memory.items() if source != ZERO_SLOT}
-            out, states = compute(itemgetter((slice(None), slice(first, end))), past, is_prompt)
-            outs.append(out)
-            places.append(slice(first, end))
-            for key, x in states.items():
+            span = slice(first, end)
+            for key, x in compute(span, itemgetter((slice(None), span)), past, is_prompt).items():
                 memory[key][target] = x[0]
         return _merge(outs, places, num_tokens)
 
@@ -319,11 +317,10 @@ def _step_of_mamba(states: States, function: Any, state: Any, *tensors: Tensor, 
     if not isinstance(state, InPlace):
         return function(state, *tensors, **kwargs)
     x, dt, A, B, C, D = tensors
-    if kwargs["dt_bias"] is not None:
-        dt = dt + kwargs["dt_bias"].to(dt.dtype)
-    dt = nn.functional.softplus(dt)
-    out = states.kernels.mamba(x[:, None], dt[:, None], A, B[:, None], C[:, None], state.memory, state.slots)
-    return ((out[:, 0] + x * D) * nn.functional.silu(kwargs["z"])).to(x.dtype)
+    x, dt, B, C, z = (y.unsqueeze(-1) for y in (x, dt, B, C, kwargs["z"]))
+    states.initial = iter((state,))
+    out, _ = _scan_of_mamba(states, function, x, dt, A, B, C, D=D, z=z, delta_bias=kwargs["dt_bias"])
+    return out[..., 0].to(x.dtype)
 
 
 def _delta_rule(
@@ -372,15 +369,13 @@ def _step_of_mamba2(
     if states.kernels is None:
         dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(*states.time_limits)
         return function(state, x, dt, A, B, C, D, **{**kwargs, "dt_softplus": False})
-    memory, slots, new = _lay_out(state)
-    dt = (dt[..., 0] + dt_bias[:, 0].to(dt.dtype)).float()
-    dt = nn.functional.softplus(dt).clamp(*states.time_limits)
-    rows = x[:, None], dt[:, None], A[:, 0, 0], B[:, None], C[:, None], D[:, 0]
-    out = states.kernels.mamba2(*rows, memory, slots)[:, 0]
+    span = x[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None]
+    of_heads = {"D": D[:, 0], "dt_bias": dt_bias[:, 0], "initial_states": state}
+    out, new = _scan_of_mamba2(states, function, *span, **of_heads)
     if isinstance(state, Tensor) and new is not state:
         state.copy_(new)
     z = kwargs.get("z")
-    return out if z is None else out * nn.functional.silu(z)
+    return out[:, 0] if z is None else out[:, 0] * nn.functional.silu(z)
 
 
 def _scan_of_mamba2(states: States, function: Any, *tensors: Tensor, **kwargs: Any) -> Any:
