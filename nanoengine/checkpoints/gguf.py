@@ -402,82 +402,60 @@ def _half(two_bytes: Tensor) -> Tensor:
     return two_bytes.contiguous().view(torch.float16).float()
 
 
-def _nibbles(octets: Tensor) -> Tensor:
-    """Split bytes into 4-bit numbers, all low halves first: (..., n) uint8 to (..., 2 n)."""
-    return torch.cat((octets & 15, octets >> 4), -1)
+def _split(octets: Tensor, bits: int, run: int) -> Tensor:
+    """Split bytes into numbers of so many bits: (..., n) uint8 to (..., 8 n / bits).
 
-
-def _bits_of(octets: Tensor) -> Tensor:
-    """Split bytes into bits, the lowest bit first: (..., n) uint8 to (..., 8 n)."""
-    return (octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
-
-
-def _symmetric(numbers: Tensor, scales: Tensor, bits: int) -> Quantized:
-    """Return integers (N, blocks, ...) times scales (N, blocks, groups per block) as a quantized weight."""
-    return Quantized(numbers.to(torch.int8).flatten(1), scales.flatten(1).contiguous(), None, bits)
-
-
-def _affine(numbers: Tensor, scales: Tensor, lows: Tensor, middle: int) -> Quantized:
-    """Return numbers * scales + lows as a quantized weight, whose integers are numbers - middle.
-
-    numbers (N, groups, inputs) uint8 lie in [0, 2 middle). scales and lows are (N, groups).
+    Of each `run` consecutive bytes, the lowest bits come first, then the next ones, and so on.
     """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+    return (octets.reshape(*octets.shape[:-1], -1, 1, run) >> shifts & ((1 << bits) - 1)).flatten(-3)
+
+
+def _weight(numbers: Tensor, middle: int, scales: Tensor, lows: Tensor | None = None) -> Quantized:
+    """Return a quantized weight whose integers are numbers - middle.
+
+    It stands for numbers * scales + lows or, without lows, for integers * scales. Shapes: numbers
+    (N, blocks, inputs) in 8 bits, scales and lows (N, blocks, groups per block) float32.
+    """
+    integers, bits = numbers.to(torch.int8).flatten(1) - middle, 4 if middle == 8 else 8
+    scales = scales.flatten(1).contiguous()
+    if lows is None:
+        return Quantized(integers, scales, None, bits)
     # A group with scale 0 is constant. It is stored as integers 0 with zero point -1, times its low.
-    integers = torch.where((scales == 0).unsqueeze(2), 0, numbers.to(torch.int8) - middle).to(torch.int8)
-    zeros = torch.where(scales == 0, -1.0, -lows / scales - middle)
-    bits = 4 if middle == 8 else 8
-    return Quantized(integers.flatten(1), torch.where(scales == 0, lows, scales), zeros, bits)
-
-
-def _five_bits(octets: Tensor) -> Tensor:
-    """Return 5-bit numbers, whose highest bits precede the others: (..., n) uint8 to (..., 8 n / 5)."""
-    return _nibbles(octets[..., 4:]) | _bits_of(octets[..., :4]) << 4
-
-
-def _of_one(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and the low of each block, (N, blocks)."""
-    return _half(b[..., :2]).squeeze(2), _half(b[..., 2:4]).squeeze(2)
+    is_constant, lows = scales == 0, lows.flatten(1)
+    integers.view(*scales.shape, -1)[is_constant] = 0
+    zeros = torch.where(is_constant, -1.0, -lows / scales - middle)
+    return Quantized(integers, torch.where(is_constant, lows, scales), zeros, bits)
 
 
 def _of_eight(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and lows of a block's eight groups, (N, groups): 6 bits times the block's float16."""
+    """Return the scales and lows of a block's eight groups: 6 bits times the block's float16."""
     first, second, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), -1)
     lows = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), -1)
-    return (_half(b[..., :2]) * scales).flatten(1), (_half(b[..., 2:4]) * -lows.float()).flatten(1)
-
-
-def _in_fours(octets: Tensor) -> Tensor:
-    """Split blocks into groups of 4-bit numbers: (N, blocks, 128) uint8 to (N, groups, 32).
-
-    Of each 32 bytes, the low halves are one group and the high halves the next.
-    """
-    return _nibbles(octets.reshape(*octets.shape[:2], 4, 32)).view(len(octets), -1, 32)
-
-
-def _q5_k(b: Tensor) -> Quantized:
-    fifth = b[..., 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1
-    return _affine(_in_fours(b[..., 48:]) | fifth.view(len(b), -1, 32) << 4, *_of_eight(b), 16)
+    return _half(b[..., :2]) * scales, _half(b[..., 2:4]) * -lows.float()
 
 
 def _q6_k(b: Tensor) -> Quantized:
-    shape = *b.shape[:2], 2, 1
-    low = b[..., :128].reshape(*shape, 64) >> torch.tensor([0, 4], dtype=torch.uint8).unsqueeze(1) & 15
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(1)
-    high = b[..., 128:192].reshape(*shape, 32) >> shifts & 3
-    numbers = low.flatten(2) | high.flatten(2) << 4
-    scales = b[..., 192:208].contiguous().view(torch.int8) * _half(b[..., 208:])
-    return _symmetric(numbers.char() - 32, scales, 8)
+    numbers = _split(b[..., :128], 4, 64) | _split(b[..., 128:192], 2, 32) << 4
+    return _weight(numbers, 32, b[..., 192:208].contiguous().view(torch.int8) * _half(b[..., 208:]))
 
 
-# Type -> a function from blocks (N, blocks, bytes) uint8 to the weight. A row is a sequence of blocks.
+# Type -> a function from blocks (N, blocks, bytes) uint8 to the weight. A row is a sequence of blocks. Where
+# numbers have five bits, the highest ones come first in the block.
 READERS: dict[str, Callable[[Tensor], Quantized]] = {
-    "Q4_0": lambda b: _symmetric(_nibbles(b[..., 2:]).char() - 8, _half(b[..., :2]), 4),
-    "Q4_1": lambda b: _affine(_nibbles(b[..., 4:]), *_of_one(b), 8),
-    "Q5_0": lambda b: _symmetric(_five_bits(b[..., 2:]).char() - 16, _half(b[..., :2]), 8),
-    "Q5_1": lambda b: _affine(_five_bits(b[..., 4:]), *_of_one(b), 16),
-    "Q8_0": lambda b: _symmetric(b[..., 2:].contiguous().view(torch.int8), _half(b[..., :2]), 8),
-    "Q4_K": lambda b: _affine(_in_fours(b[..., 16:]), *_of_eight(b), 8),
-    "Q5_K": _q5_k,
+    "Q4_0": lambda b: _weight(_split(b[..., 2:], 4, 16), 8, _half(b[..., :2])),
+    "Q4_1": lambda b: _weight(_split(b[..., 4:], 4, 16), 8, _half(b[..., :2]), _half(b[..., 2:4])),
+    "Q5_0": lambda b: _weight(
+        _split(b[..., 6:], 4, 16) | _split(b[..., 2:6], 1, 1) << 4, 16, _half(b[..., :2])
+    ),
+    "Q5_1": lambda b: _weight(
+        _split(b[..., 8:], 4, 16) | _split(b[..., 4:8], 1, 1) << 4, 16, _half(b[..., :2]), _half(b[..., 2:4])
+    ),
+    "Q8_0": lambda b: _weight(b[..., 2:].contiguous().view(torch.int8), 0, _half(b[..., :2])),
+    "Q4_K": lambda b: _weight(_split(b[..., 16:], 4, 32), 8, *_of_eight(b)),
+    "Q5_K": lambda b: _weight(
+        _split(b[..., 48:], 4, 32) | _split(b[..., 16:48], 1, 32) << 4, 16, *_of_eight(b)
+    ),
     "Q6_K": _q6_k,
 }
