@@ -11,7 +11,6 @@ import math
 import os
 import re
 import struct
-from array import array
 from collections.abc import Callable
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -87,23 +86,6 @@ class TensorEntry(NamedTuple):
     num_bytes: int
 
 
-class Strings(NamedTuple):
-    """Holds an array of strings, each of which is decoded only when needed."""
-
-    data: mmap
-    starts: "array[int]"  # offset in the file of each string's length, which precedes the string
-    num_bytes: int  # of all strings together, without their lengths
-
-    def encoded(self, i: int) -> bytes:
-        """Return a string as it is in the file, in UTF-8 unless the file is damaged."""
-        first = self.starts[i] + LENGTH.size
-        return self.data[first : first + LENGTH.unpack_from(self.data, self.starts[i])[0]]
-
-    def read(self) -> list[str]:
-        """Decode and return all strings."""
-        return [self.encoded(i).decode() for i in range(len(self.starts))]
-
-
 class Header:
     """Reads the metadata and the list of tensors at the start of a GGUF file, and checks every size there."""
 
@@ -161,15 +143,13 @@ class Header:
         self._num_strings += count
         if self._num_strings > MAX_STRINGS:
             raise ValueError(f"its arrays have {self._num_strings} strings, the limit is {MAX_STRINGS}")
-        starts, start = array("Q"), self._place
-        place = start
-        for _ in range(count):
-            if place > len(self.data) - LENGTH.size:
-                break
-            starts.append(place)
-            place += LENGTH.size + LENGTH.unpack_from(self.data, place)[0]
-        self._skip(place - start)
-        return Strings(self.data, starts, place - start - count * LENGTH.size)
+        strings: list[bytes] = []  # each is decoded only when needed
+        end = self._place
+        while len(strings) < count and (start := end + LENGTH.size) <= len(self.data):
+            end = start + LENGTH.unpack_from(self.data, end)[0]
+            strings.append(self.data[start:end])
+        self._skip(end - self._place)
+        return strings
 
     def _tensors(self, count: int) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
@@ -246,21 +226,20 @@ class GGUFFile(Files):
             raise ValueError(f"it has only {len(self._tensors)} tensors for {len(layers)} layers")
         self._model.number("context_length", 1)
         tokens, merges = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
-        self.num_tokens = len(tokens.starts) if isinstance(tokens, Strings) else 0
+        self.num_tokens = len(tokens) if isinstance(tokens, list) else 0
         embedding = self._tensors.get("token_embd.weight")
         if embedding is not None and self.num_tokens > embedding.shape[0]:
             raise ValueError(f"it has {self.num_tokens} tokens for {embedding.shape[0]} embeddings")
         # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
-        num_merges = len(merges.starts) if isinstance(merges, Strings) else 0
-        if isinstance(tokens, Strings) and num_merges > tokens.num_bytes:
-            raise ValueError(f"it has {num_merges} merges, too many for {self.num_tokens} tokens")
+        if isinstance(tokens, list) and isinstance(merges, list) and len(merges) > sum(map(len, tokens)):
+            raise ValueError(f"it has {len(merges)} merges, too many for {self.num_tokens} tokens")
 
     def strings(self, name: str) -> list[str]:
         """Return a field that must be an array of strings."""
         value = self.fields.get(name)
-        if not isinstance(value, Strings):
+        if not isinstance(value, list):
             raise ValueError(f"its {name} must be an array of strings, got {value!r:.99}")
-        return value.read()
+        return [string.decode() for string in value]
 
     def token_id(self, name: str) -> int | None:
         """Return the id of a special token, such as "eos", or None if the file has none."""
@@ -274,10 +253,10 @@ class GGUFFile(Files):
         stated = [i for name in ("eos", "eot", "eom") if (i := self.token_id(name)) is not None]
         tokens, types = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
         found: dict[str, int] = {}
-        if isinstance(tokens, Strings) and isinstance(types, np.ndarray) and len(types) == self.num_tokens:
+        if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == self.num_tokens:
             names = {name.encode(): name for name in ENDS.split()}
             for i in np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED))).tolist():
-                name = names.get(tokens.encoded(i))
+                name = names.get(tokens[i])
                 if name is not None and (name != "</s>" or types[i] == CONTROL):
                     found[name] = i
         not_ends = {found.get(name) for others, name in NOT_ENDS.items() if found.keys() >= {*others.split()}}
