@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def _attention_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if settings["scale"] is None:
         settings["scale"] = q.shape[-1] ** -0.5
-    return module.paged_attend(q, k, v, **settings).unsqueeze(0), None
+    return module.paged.attend(q, k, v, **settings).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
@@ -88,16 +89,6 @@ def is_mixer(kind: type) -> bool:
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     stores_state = {"update_conv_state", "update_recurrent_state", "set_linear_cache"} & {*names}
     return bool(stores_state) or kind.__name__ == "RecurrentGemmaRecurrentBlock"
-
-
-class _Relay:
-    """Forwards attention calls of the model's layers to the attention function of the current pass."""
-
-    attention: Attend | None = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-        assert self.attention is not None
-        return self.attention(q, k, v, **settings)
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -116,21 +107,6 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if reads or len(devices) > 1:
             self.first = self.first or str(func)
         return out
-
-
-class _Llama4Cache:
-    """Stands in for a transformers cache, from which Llama 4 computes the positions of the tokens."""
-
-    def __init__(self, positions: Tensor) -> None:
-        self._positions = positions
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return, for each token, its position minus its index in the batch, (T,). Llama 4 adds the index."""
-        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
-        """Return only the new keys and values. Paged attention reads the others from its cache."""
-        return keys, values
 
 
 class _BodyOutput(tuple[Tensor]):
@@ -186,9 +162,9 @@ class HFModel(nn.Module):
         if any(x.shape[-1] * x.element_size() % 16 for x in weights):
             getattr(causal_lm, "set_experts_implementation", str)("eager")  # since transformers 5
         # An attribute of every module, because not every body passes keyword arguments on to its attention.
-        self._relay = _Relay()
+        self._paged = SimpleNamespace(attend=None)  # the attention function of the current pass
         for module in causal_lm.modules():
-            module.paged_attend = self._relay
+            module.paged = self._paged
             module._load_state_dict_pre_hooks.clear()  # Mamba2's hook is a reference cycle
         mixers = [module for module in causal_lm.modules() if is_mixer(type(module))]
         self.states = None
@@ -227,12 +203,18 @@ class HFModel(nn.Module):
             # `cache` from transformers 5.24 on
             parameters = inspect.signature(inspect.unwrap(type(self.body).forward)).parameters
             name = "cache" if "cache" in parameters else "past_key_values"
-            inputs |= {name: _Llama4Cache(positions), "attention_mask": masks}
-        self._relay.attention = attend
+            # Its positions are the length of a cache plus each token's index in the batch. Paged attention
+            # reads cached keys and values itself, so `update` returns only the new ones.
+            lengths = positions - torch.arange(len(positions), device=positions.device)
+            cache = SimpleNamespace(
+                get_seq_length=lambda *_, **__: lengths, update=lambda k, v, *_, **__: (k, v)
+            )
+            inputs |= {name: cache, "attention_mask": masks}
+        self._paged.attend = attend
         try:
             hidden: Tensor = self.body(**inputs, use_cache=False)[0]
         finally:
-            self._relay.attention = None  # do not keep the caches alive
+            self._paged.attend = None  # do not keep the caches alive
         return hidden[0]
 
     @uninterrupted()

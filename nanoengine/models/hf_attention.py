@@ -2,7 +2,7 @@
 
 These models do not call a registered attention function. The methods here replace theirs: they compute the
 same, but call paged attention instead of computing scores, a mask and a softmax. hf.py gives each module
-`paged_attend`, which the methods call with q, k and v.
+`paged.attend`, which the methods call with q, k and v.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Te
     """Return paged attention, (1, H, T, D), for q (1, H, T, D), k and v (1, K, T, D)."""
     # Some models convert keys to float32, but the cache has the model's dtype.
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
-    out: Tensor = module.paged_attend(q, k, v, **{"scale": q.shape[2] ** -0.5, **settings})
+    out: Tensor = module.paged.attend(q, k, v, **{"scale": q.shape[2] ** -0.5, **settings})
     return out.transpose(0, 1).unsqueeze(0)
 
 
