@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -73,13 +74,13 @@ def why_no_token(processors: Sequence[RowProcessor]) -> str:
 class RowSettings:
     """Holds the sampling parameters of rows as arrays. They are reused while the rows stay the same."""
 
-    first = 0  # the index of the first of these rows in the step
     last: Tensor  # the last token of each row of the step, int64, for penalties
     edits: Any = None  # `BatchEdits`; these and the penalties are made when they are first applied
     penalties: Any = None
     counts: Any = None  # the sequences' `TokenCounts`, for penalties
 
-    def __init__(self, rows: Sequence[SamplingRow]) -> None:
+    def __init__(self, rows: Sequence[SamplingRow], first: int = 0) -> None:
+        self.first = first  # the index of the first of these rows in the step
         params = [row.params for row in rows]
         self.seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         self.temperature = np.array([p.temperature for p in params], dtype=np.float32)
@@ -109,8 +110,7 @@ class CachedRows:
     def __init__(self, max_num_seqs: int = 0, max_model_len: int = 0) -> None:
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len  # the sizes of `counts`
         self._seqs: list[Any] = []
-        self._rows: list[SamplingRow] = []
-        self._settings: list[RowSettings] = []
+        self._parts: list[tuple[list[SamplingRow], RowSettings]] = []
 
     @cached_property
     def counts(self) -> Any:
@@ -123,25 +123,22 @@ class CachedRows:
         self, batch: Any, inputs: ModelInputs[Tensor]
     ) -> Iterator[tuple[list[SamplingRow], RowSettings]]:
         """Yield at most MAX_ROWS rows at a time, and their settings. They are valid until the next call."""
-        sampled = [chunk for chunk in batch.chunks if chunk.samples]
-        starts = range(0, len(sampled), MAX_ROWS)
         if self._seqs != batch.sampled_seqs:  # sequences compare by identity
-            self._seqs, self._rows, before = batch.sampled_seqs, [], None
-            for s in self._seqs:
-                row = SamplingRow(s.params, s.seed, 0, [], s.num_prompt_tokens, s.stop_ids, s.bad_words)
-                row.processors, row.seq = s.processors, s
-                row.depth = 1 + self._rows[-1].depth if s is before else 0
-                self._rows.append(row)
-                before = s
-            parts = [self._rows[start : start + MAX_ROWS] for start in starts]
-            self._settings = [RowSettings(part) for part in parts]
-        for row, chunk in zip(self._rows, sampled, strict=True):
+            rows: list[SamplingRow] = []
+            for s in batch.sampled_seqs:
+                depth = 1 + rows[-1].depth if rows and rows[-1].seq is s else 0
+                fixed = s.num_prompt_tokens, s.stop_ids, s.bad_words, s.processors
+                rows.append(SamplingRow(s.params, s.seed, 0, [], *fixed, depth, s))
+            parts = [(rows[i : i + MAX_ROWS], i) for i in range(0, len(rows), MAX_ROWS)]
+            self._parts = [(part, RowSettings(part, first)) for part, first in parts]
+            self._seqs = batch.sampled_seqs
+        sampled = (chunk for chunk in batch.chunks if chunk.samples)
+        for row, chunk in zip(chain(*(rows for rows, _ in self._parts)), sampled, strict=True):
             row.position, row.token_ids = chunk.end, chunk.token_ids
-        for first, settings in zip(starts, self._settings, strict=True):
-            settings.first = first
+        for part, settings in self._parts:
             if settings.penalizes:
                 settings.counts, settings.last = self.counts, inputs.input_ids[inputs.sample_rows]
-            yield self._rows[first : first + MAX_ROWS], settings
+            yield part, settings
 
 
 DrawChunks = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
