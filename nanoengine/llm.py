@@ -1,9 +1,8 @@
 """Defines `LLM`, the class that most users need: an `LLMEngine` that also generates, chats and streams."""
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +35,7 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
     @takes(EngineConfig)
     def __init__(self, model: str | Path, **settings: Any) -> None:
         super().__init__(EngineConfig(model=model, **settings))
-        self._numbers = itertools.count()  # request ids of its own calls; users' ids are strings
+        self._next_id = 0  # of its own calls' requests; users' ids are strings
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -87,7 +86,7 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
         Invalid arguments raise at the call, as in `generate`. An output's `request_id` is the prompt's index,
         and its last output has `finished` set. Leaving the loop, or closing the iterator, aborts the rest.
         """
-        return self._stream(self._check_all(prompts, sampling_params, priority, RequestOutputKind.DELTA))
+        return self._drain(self._check_all(prompts, sampling_params, priority, RequestOutputKind.DELTA), 0)
 
     def chat(
         self,
@@ -164,50 +163,43 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
 
     def _run(self, checked: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Run a call's requests until they finish, and return their outputs in order."""
-        start, num_shown, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0, 0
-        ids, inbox = list(itertools.islice(self._numbers, len(checked))), Inbox()
+        start, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0
+        outputs: list[RequestOutput] = []
         # Signals also take effect between steps, but never while requests are queued or aborted.
         with (
             uninterrupted() as handle_signals,
             tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm) as bar,
+            closing(self._drain(checked, self._next_id, handle_signals)) as drained,
         ):
-            try:
-                self._submit(ids, checked, inbox)
-                while len(inbox) < len(ids):
-                    self.advance()
-                    handle_signals()
-                    if len(inbox) == num_shown:
-                        continue
-                    for output in itertools.islice(inbox.values(), num_shown, None):
-                        num_prompt_tokens += len(output.prompt_token_ids)
-                        num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                        elapsed = time.monotonic() - start
-                        rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
-                        rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"
-                        bar.set_postfix_str(rates, refresh=False)
-                        bar.update()
-                    num_shown = len(inbox)
-            finally:
-                self.abort_request(ids)
-        return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
+            for output in drained:
+                outputs.append(output)
+                num_prompt_tokens += len(output.prompt_token_ids)
+                num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                elapsed = time.monotonic() - start
+                rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
+                rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"
+                bar.set_postfix_str(rates, refresh=False)
+                bar.update()
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
-    def _submit(self, ids: list[int], checked: list[CheckedRequest], inbox: Inbox) -> None:
-        for request_id, one in zip(ids, checked, strict=True):
-            self.submit(request_id, one, inbox)
-
-    def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
-        ids, inbox = list(itertools.islice(self._numbers, len(checked))), Inbox()
-        left = set(ids)
+    def _drain(
+        self, checked: list[CheckedRequest], number: int, after_step: Callable[[], None] = lambda: None
+    ) -> Generator[RequestOutput]:
+        """Queue a call's requests, and yield outputs until all finish. Their ids count from `number`."""
+        ids, inbox = range(self._next_id, self._next_id + len(checked)), Inbox()
+        self._next_id, left = ids.stop, set(ids)
         try:
-            self._submit(ids, checked, inbox)
+            for request_id, one in zip(ids, checked, strict=True):
+                self.submit(request_id, one, inbox)
             while left:
                 if not inbox:
                     self.advance()
+                    after_step()
                 for request_id in sorted(inbox):
                     output = inbox.pop(request_id)
                     if output.finished:
                         left.remove(request_id)
-                    yield replace(output, request_id=str(request_id - ids[0]))
+                    yield replace(output, request_id=str(number + request_id - ids.start))
         finally:
             try:
                 self.abort_request(ids)
