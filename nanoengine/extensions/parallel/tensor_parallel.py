@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 
 from nanoengine.assembly_types import Opened, Started
-from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward
+from nanoengine.backends.device import Compute, Decodes, Device, Forward
 from nanoengine.backends.step_inputs import ModelInputs, send_inputs
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions.parallel.rank_processes import Workers
@@ -329,19 +329,6 @@ class ParallelForward(Forward):
         return hidden
 
 
-class CheckedDownload(Download):
-    """Raises instead of returning data that a lost rank may have corrupted."""
-
-    def __init__(self, download: Download, ranks: Ranks) -> None:
-        self._download, self._ranks = download, ranks
-
-    def read(self) -> Tensor:
-        """Wait for the tensor, check that all ranks are alive, and return the tensor."""
-        tensor = self._download.read()
-        self._ranks.check()
-        return tensor
-
-
 class ParallelDevice:
     """Wraps a rank's device, and adds the communication between ranks where it is needed."""
 
@@ -365,9 +352,12 @@ class ParallelDevice:
         """Return the device's `Forward`, wrapped so that all ranks run each batch."""
         return ParallelForward(self._device.capture(decodes), self._ranks)
 
-    def download(self, tensor: Tensor) -> Download:
-        """Start copying a tensor to the host, in a `Download` that checks for lost ranks."""
-        return CheckedDownload(self._device.download(tensor), self._ranks)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run a block as the device does, and raise if a rank was lost: it may have corrupted the results."""
+        with self._device.running():
+            yield
+            self._ranks.check()
 
     def release(self) -> None:
         """Disconnect from the other ranks, and release the device."""
