@@ -40,16 +40,9 @@ def imports_of(path: Path, package: str = "nanoengine") -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports name the whole path"
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            names |= {name if is_module(name) else str(node.module) for name in whole}
+            modules = {name for name in whole if (ROOT / f"{name.replace('.', '/')}.py").is_file()}
+            names |= {name if name in modules else str(node.module) for name in whole}
     return {name.removeprefix(f"{package}.") for name in names if name.startswith(f"{package}.")}
-
-
-def is_module(name: str) -> bool:
-    return (ROOT / f"{name.replace('.', '/')}.py").is_file()
-
-
-def folder_of(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def check_no_circle(edges: Iterable[tuple[str, str]]) -> None:
@@ -66,7 +59,7 @@ def test_there_are_no_circular_imports():
     edges = [(name, imported) for name, path in FILES.items() for imported in imports_of(path)]
     assert ("engine", "sampling.sampler") in edges
     check_no_circle(edges)
-    check_no_circle((folder_of(start), folder_of(end)) for start, end in edges)
+    check_no_circle((start.partition(".")[0], end.partition(".")[0]) for start, end in edges)
 
 
 def test_the_core_names_no_setting_no_model_and_no_extension():
@@ -102,6 +95,20 @@ def test_each_file_has_a_name_of_its_own_that_says_what_it_does():
     folders = {path.parent.name for path in FILES.values()}
     assert sorted(set(names)) == sorted(names)
     assert not EMPTY_NAMES & {*names, *folders}
+
+
+def test_a_public_method_has_a_docstring_or_overrides_one_that_has():
+    classes = [node for path in FILES.values() for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
+    bases = {owner.name: [*map(ast.unparse, owner.bases)] for owner in classes}
+    parts = [(owner.name, part) for owner in classes for part in owner.body]
+    methods = [x for x in parts if isinstance(x[1], ast.FunctionDef | ast.AsyncFunctionDef)]
+    documented = {(owner, x.name) for owner, x in methods if ast.get_docstring(x)}
+
+    def is_documented(owner: str, name: str) -> bool:
+        return (owner, name) in documented or any(is_documented(base, name) for base in bases.get(owner, ()))
+
+    public = [(owner, x.name) for owner, x in methods if "_" not in (owner[0], x.name[0])]
+    assert [method for method in public if not is_documented(*method)] == []
 
 
 def test_only_names_that_a_user_passes_are_imported_by_string():

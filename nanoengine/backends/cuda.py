@@ -115,7 +115,6 @@ class PinnedDownload(Download):
         self._arrived.record()
 
     def read(self) -> Tensor:
-        """See the base class."""
         self._arrived.synchronize()
         return torch.from_numpy(self._array)
 
@@ -322,11 +321,9 @@ class DecodeGraphs(Forward):
         return size, self.widths[size][bisect.bisect_left(self.widths[size], width)]
 
     def captures(self, inputs: ModelInputs[Any]) -> bool:
-        """See the base class."""
         return self.shape_for(inputs) is not None
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
-        """See the base class."""
         shape = self.shape_for(inputs)
         return inputs if shape is None else pad_decodes(inputs, *shape, self.block_size)
 
@@ -383,7 +380,7 @@ class CUDA(Device):
 
     @property
     def backends(self) -> tuple[type[PagedAttention], ...]:  # type: ignore[override]
-        """See the base class."""
+        """Attention backends, the fastest first."""
         from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention  # loads Triton
         from nanoengine.backends.triton_attention import TritonAttention
 
@@ -399,7 +396,6 @@ class CUDA(Device):
         return torch.float16
 
     def prepare(self, model: Any) -> None:
-        """See the base class."""
         if self.bits:
             round_weights(model, self.bits, self.pack, self.device)
         if model.replaceable and self.no_fusion is None:
@@ -428,7 +424,6 @@ class CUDA(Device):
         return None
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
-        """See the base class."""
         from nanoengine.backends.flash_attention import FlashKernels  # loads Triton
 
         attention = super().choose_attention(specs, settings)
@@ -442,7 +437,6 @@ class CUDA(Device):
     def obstacle(
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
     ) -> str | None:
-        """See the base class."""
         from nanoengine.backends.flash_attention import FlashKernels
 
         if issubclass(backend, FlashKernels) and self.capability < (8, 0):
@@ -459,22 +453,18 @@ class CUDA(Device):
         return torch.cuda.device(self.device)
 
     def reserve(self, max_num_tokens: int, max_num_seqs: int, num_groups: int, table_width: int) -> None:
-        """See the base class."""
         num_int64 = (2 + num_groups) * max_num_tokens + 6 * max_num_seqs
         num_int32 = 3 * (max_num_seqs + 1) + num_groups * max_num_seqs * table_width + 4  # with alignment
         self.staging = Staging(8 * num_int64 + 4 * num_int32, self.device)
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """See the base class."""
         assert self.staging is not None
         return self.staging.send(arrays)
 
     def download(self, tensor: Tensor) -> Download:
-        """See the base class."""
         return PinnedDownload(tensor)
 
     def capture(self, decodes: Decodes) -> Forward:
-        """See the base class."""
         if self.config.enforce_eager:
             return Forward()
         if decodes.obstacles:
@@ -543,7 +533,6 @@ class CUDA(Device):
         return usable_bytes - peak_bytes - graph_bytes - beside
 
     def warm_up(self, trial: Trial) -> None:
-        """See the base class."""
         if not self.no_fusion:
             with self._trying(trial), trial.caches():
                 trial.compute()
@@ -560,7 +549,6 @@ class CUDA(Device):
             ) from error
 
     def release(self) -> None:
-        """See the base class."""
         self.staging = None
         gc.collect()
         self.living.discard(self)

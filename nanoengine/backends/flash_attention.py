@@ -55,7 +55,6 @@ class FlashKernels(PagedAttention):
 
     @classmethod
     def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
-        """See the base class."""
         for _, k_head_dim, v_head_dim, dtype, _ in specs:
             if dtype not in cls.dtypes:
                 return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"

@@ -155,7 +155,6 @@ class PromptGraphs(Forward):
         super().__init__(f"{decodes.remark}, prompts in {len(self.plans)} sizes ({seconds:.1f} s)")
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
-        """See the base class."""
         self.num_tokens = len(inputs.input_ids)
         if self.decodes.captures(inputs) or self.num_tokens > self.counts[-1]:
             return self.decodes.pad(inputs)

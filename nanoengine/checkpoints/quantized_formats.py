@@ -398,11 +398,9 @@ class QuantizedFiles(Files):
             del headers[name]
 
     def is_quantized(self, name: str) -> bool:
-        """See the base class."""
         return name in self._parts
 
     def read(self, name: str) -> Tensor | Quantized:
-        """See the base class."""
         if name not in self._parts:
             return super().read(name)
         try:

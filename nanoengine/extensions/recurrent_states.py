@@ -105,7 +105,6 @@ class StatefulBlockManager(WindowedBlockManager):
             self.free_slots.append(held.slot)
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
-        """See the base class."""
         chain = super().find_prefix(seq)
         self._num_known_blocks = len(chain)
         return chain
@@ -189,7 +188,6 @@ class StatefulScheduler(Scheduler):
         self.states, self.spans = block_manager, spans
 
     def schedule(self) -> ScheduledBatch:
-        """See the base class."""
         self.states.in_use.clear()
         batch = super().schedule()
         self.spans.clear()
@@ -226,12 +224,10 @@ class StatefulRunner(WindowedRunner):
         return inputs._replace(states=StateLayout(rows, sources, targets, parts))
 
     def compute(self, inputs: ModelInputs[Tensor], model: Any = None) -> Tensor:
-        """See the base class."""
         assert inputs.states is not None
         with self.model.states.step(inputs.states):
             return super().compute(inputs, model)
 
     def close(self) -> None:
-        """See the base class."""
         self.model.states.memory = []
         super().close()

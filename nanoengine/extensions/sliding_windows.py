@@ -62,7 +62,6 @@ class WindowedBlockManager(BlockManager):
         super().__init__(num_blocks, block_size, **settings)
 
     def clear(self) -> None:
-        """See the base class."""
         super().clear()
         self.more_tables.clear()
 
@@ -138,7 +137,6 @@ class WindowedBlockManager(BlockManager):
         self.forget(seq)
 
     def forget(self, seq: Sequence) -> None:
-        """See the base class."""
         super().forget(seq)
         self.more_tables.pop(seq, None)
 
@@ -180,7 +178,6 @@ class WindowedBlockManager(BlockManager):
         return [self.num_blocks_for(min(num_tokens, limit)) for limit in limits]
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
-        """See the base class."""
         tables, lengths = self.tables_of(seq), self._table_lengths(seq.num_computed_tokens, num_tokens)
         for table, length in zip(tables, lengths, strict=True):
             table += [self._take_free_block() for _ in range(length - len(table))]  # in place

@@ -52,12 +52,10 @@ class ExactModel(HFModel):
     """Runs a model on transformers' code with `Exact`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """See the base class."""
         with Exact():  # type: ignore[no-untyped-call]
             return super().forward(*args, **kwargs)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See the base class."""
         with Exact():  # type: ignore[no-untyped-call]
             return super().compute_logits(hidden)
 

@@ -61,7 +61,7 @@ class CPU(Device):
         return self.kernels is not None
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
-        """See the base class."""
+        """Return a layer that computes with a quantized weight, or None if it must be dequantized."""
         if self.kernels is None or not self.kernels.serves(dtype):
             return None
         if (fitted := weight.fitted(dtype)) is None:
@@ -74,7 +74,6 @@ class CPU(Device):
         return {"auto": 8 * is_faster, "int8": 8, "float": 0}[self.config.activations]
 
     def prepare(self, model: Any) -> None:
-        """See the base class."""
         has_states = bool(getattr(model, "states", None))
         dtypes = {spec.dtype for spec in model.kv_specs}
         for dtype in dtypes | ({next(model.parameters()).dtype} if has_states else set()):
@@ -103,19 +102,16 @@ class CPU(Device):
                     model.layers[i] = CompiledLayer(layer, self.kernels, i == len(model.layers) - 1)
 
     def running(self) -> AbstractContextManager[object]:
-        """See the base class."""
         for forward in self._forwards:  # here this thread is not pinned yet
             forward.look_ahead(is_idle=False)
         return self.threads
 
     def rest(self) -> None:
-        """See the base class."""
         self.threads.end()
         for forward in self._forwards:
             forward.look_ahead(is_idle=True)
 
     def capture(self, decodes: Decodes) -> Forward:
-        """See the base class."""
         if sys.platform != "linux":
             return super().capture(decodes)
         share = 0.1 / self.config.tensor_parallel_size
@@ -124,12 +120,10 @@ class CPU(Device):
         return forward
 
     def release(self) -> None:
-        """See the base class."""
         for forward in self._forwards:
             forward.close()
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
-        """See the base class."""
         attention = super().choose_attention(specs, settings)
         if attention.backend is not CompiledAttention:
             if self.config.batch_invariant:
@@ -154,7 +148,6 @@ class CPU(Device):
     def obstacle(
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
     ) -> str | None:
-        """See the base class."""
         if backend is CompiledAttention:
             return self._no_kernels
         return super().obstacle(backend, specs, settings)

@@ -37,7 +37,6 @@ class PopulatingForward(Forward):
         self._thread = Thread()
 
     def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
-        """See the base class."""
         if self._memory:
             slot = int(inputs.metadata.slot_mapping.max())
             self._highest = max(self._highest, slot // self._memory[0].shape[1])

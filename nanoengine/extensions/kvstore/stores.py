@@ -35,7 +35,7 @@ class Store(Protocol):
         """Remove an entry that is damaged."""
 
 
-class DirectoryStore:
+class DirectoryStore(Store):
     """Stores each entry in a file, `ab/abcd....safetensors`. Any number of processes and hosts may share it.
 
     A file is created atomically, by a rename. Its modification time is the time of its last use. A process
@@ -60,7 +60,6 @@ class DirectoryStore:
         return str(self.path)
 
     def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
-        """See `Store`."""
         for key in keys:
             data = self._read(self._file(key))
             if data is None:
@@ -68,7 +67,6 @@ class DirectoryStore:
             yield data
 
     def put(self, key: str, data: bytes) -> None:
-        """See `Store`."""
         file = self._file(key)
         file.parent.mkdir(mode=0o700, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
@@ -90,7 +88,6 @@ class DirectoryStore:
         return [self._touch(self._file(key), now - 1000 * i) for i, key in enumerate(keys)]
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         self._file(key).unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
@@ -137,7 +134,7 @@ class DirectoryStore:
                 entry.unlink()
 
 
-class RedisStore:
+class RedisStore(Store):
     """Stores entries in a Redis server, which evicts: set maxmemory, and maxmemory-policy allkeys-lru.
 
     The URL is redis://host:port/db. Settings of redis-py may follow, such as ?socket_timeout=5.
@@ -164,7 +161,6 @@ class RedisStore:
         return f"{where}/{found.get('db', 0)}"
 
     def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
-        """See `Store`."""
         for i in range(0, len(keys), self.KEYS_PER_CALL):
             for data in self._redis.mget([self._name(key) for key in keys[i : i + self.KEYS_PER_CALL]]):
                 if data is None:
@@ -172,18 +168,15 @@ class RedisStore:
                 yield data
 
     def put(self, key: str, data: bytes) -> None:
-        """See `Store`."""
         self._redis.set(self._name(key), data)
 
     def touch(self, keys: abc.Sequence[str]) -> list[bool]:
-        """See `Store`."""
         calls = self._redis.pipeline(transaction=False)
         for key in reversed(keys):
             calls.touch(self._name(key))
         return [bool(count) for count in reversed(calls.execute())]
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         self._redis.delete(self._name(key))
 
     @staticmethod

@@ -21,7 +21,7 @@ class EarliestDeadline(Scheduler):
         vars(self).setdefault("due", WeakKeyDictionary())[seq] = due
         super().add(seq)
 
-    def next_waiting(self, waiting: list[Sequence]) -> Sequence:  # noqa: D102
+    def next_waiting(self, waiting: list[Sequence]) -> Sequence:
         return min(waiting, key=lambda seq: self.due[seq])
 
     def victim(self, running: list[Sequence]) -> Sequence:

@@ -22,8 +22,8 @@ class ShortestFirst(Scheduler):
         """Return how many tokens are left at most, and the arrival time in tokens: the later, the more."""
         return seq.max_num_tokens - seq.num_computed_tokens + self.tokens_per_second * self.arrivals[seq]
 
-    def next_waiting(self, waiting: list[Sequence]) -> Sequence:  # noqa: D102
+    def next_waiting(self, waiting: list[Sequence]) -> Sequence:
         return min(waiting, key=self.length)
 
-    def victim(self, running: list[Sequence]) -> Sequence:  # noqa: D102
+    def victim(self, running: list[Sequence]) -> Sequence:
         return max(running, key=self.length)
