@@ -33,7 +33,7 @@ from nanoengine.backends.device import (
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
 from nanoengine.backends.prompt_graphs import PromptGraphs, Recorder
-from nanoengine.backends.quantization import Quantized, round_weights
+from nanoengine.backends.quantization import Quantized, quantize, replace_linears
 from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.config import EngineConfig
 
@@ -397,11 +397,29 @@ class CUDA(Device):
 
     def prepare(self, model: Any) -> None:
         if self.bits:
-            round_weights(model, self.bits, self.pack, self.device)
+            self._round_weights(model)
         if model.replaceable and self.no_fusion is None:
             from nanoengine.backends.triton_layers import TritonKernels
 
             model.use_kernels(TritonKernels(model.kernels))
+
+    def _round_weights(self, model: Any) -> None:
+        """Quantize a model's linear layers on the GPU, as a CPU does, and move everything else there."""
+
+        def replace(layer: nn.Linear, bits: int) -> nn.Module:
+            if not bits:
+                return layer
+            rounded = quantize(layer.weight.to(self.device), bits)
+            return self.pack(rounded, layer.bias, layer.weight.dtype) or layer
+
+        if not model.replaceable:
+            model.use_linear_layers()
+        try:
+            replace_linears(model, replace, self.bits)
+            model.to(self.device)
+        except torch.OutOfMemoryError as error:
+            needed = f"the weights, rounded to {self.bits} bits: {error}"
+            raise ValueError(f"no room on {self.device} for {needed}") from error
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
         """See the base class. The first weight of each form is tried out."""

@@ -249,24 +249,6 @@ def fill_quantized(
             model.set_submodule(path, new)
 
 
-def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> None:
-    """Quantize a model's linear layers on the device, as a CPU does, and move everything else there."""
-
-    def replace(layer: nn.Linear, bits: int) -> nn.Module:
-        if not bits:
-            return layer
-        rounded = quantize(layer.weight.to(device), bits)
-        return pack(rounded, layer.bias, layer.weight.dtype) or layer
-
-    if not model.replaceable:
-        model.use_linear_layers()
-    try:
-        replace_linears(model, replace, bits)
-        model.to(device)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"no room on {device} for the weights, rounded to {bits} bits: {error}") from error
-
-
 def describe_forms(model: nn.Module, written: str | None, asked: str | None) -> str:
     """Return a description, for the user, of quantized weights: as they were written, or else asked for."""
     forms = [form for module in model.modules() if (form := getattr(module, "form", None)) is not None]
