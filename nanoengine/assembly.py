@@ -266,9 +266,9 @@ def make_blocks(started: Started, draft_model: "DraftModel | None") -> BlockMana
     if isinstance(started.runner, WindowedRunner):
         settings["more_tables"] = started.runner.more_tables
     if config.kv_store is not None:
-        from nanoengine.extensions.kvstore.connector import StoringBlockManager, connect
+        from nanoengine.extensions.kvstore.connector import KVConnector, StoringBlockManager
 
-        return StoringBlockManager(*sizes, connector=connect(started), **settings)
+        return StoringBlockManager(*sizes, connector=KVConnector(started), **settings)
     if loaded.state_bytes:
         from nanoengine.extensions.recurrent_states import StatefulBlockManager
 

@@ -21,6 +21,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from transformers import PretrainedConfig
 
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu.kernels import Kernels
@@ -660,8 +661,10 @@ class LedgerConnector(KVConnector):
         specs = [KVSpec(1, 1, 1, torch.float32, window) for window in windows]
         groups = [KVGroup([layer], spec.window) for layer, spec in enumerate(specs)]
         device = SimpleNamespace(running=nullcontext, device=torch.device("cpu"))
-        runner = SimpleNamespace(block_size=block_size, device=device)
-        super().__init__(store, runner, specs, groups, b"f" * 32)
+        runner = SimpleNamespace(block_size=block_size, device=device, model=torch.nn.Identity())
+        opened = EngineConfig(model=DEMO, kv_store=store), SimpleNamespace(hf_config=PretrainedConfig()), 0
+        loaded = SimpleNamespace(kv_specs=specs, kv_groups=groups, weights_digest=b"")
+        super().__init__((opened, runner, loaded))
         self.world = world
         self.contents: list[tuple] = []  # number -> what a slot holds
 

@@ -39,9 +39,9 @@ from xxhash import xxh3_128
 
 from nanoengine.assembly_types import Started
 from nanoengine.backends.device import Download, upload
-from nanoengine.backends.kv_cache import KVGroup, KVSpec, block_bytes
+from nanoengine.backends.kv_cache import block_bytes
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
-from nanoengine.extensions.kvstore.stores import DirectoryStore, Store, open_store
+from nanoengine.extensions.kvstore.stores import DirectoryStore, open_store
 from nanoengine.extensions.sliding_windows import WindowedBlockManager
 
 FORMAT_VERSION = 1
@@ -155,19 +155,20 @@ class Snapshot(NamedTuple):
 class KVConnector:
     """Copies blocks from a store, which connectors may share, to a runner's KV cache and back."""
 
-    def __init__(
-        self,
-        store: Store,
-        runner: ModelRunner,
-        specs: abc.Sequence[KVSpec],
-        groups: abc.Sequence[KVGroup],
-        fingerprint: bytes,
-    ) -> None:
-        self.store, self.runner, self.fingerprint = store, runner, fingerprint
+    def __init__(self, started: Started) -> None:
+        """Open the store of `EngineConfig.kv_store`, or raise ValueError."""
+        (config, checkpoint, _), runner, loaded = started[:3]
+        specs, groups = loaded.kv_specs, loaded.kv_groups
+        forms = (getattr(module, "form", None) for module in runner.model.modules())
+        # What counts is what the device chose: "auto" rounds activations on some processors only.
+        rounds = any(form is not None and form.activation_bits for form in forms)
+        weights = loaded.weights_digest.hex(), config.quantization, rounds
+        self.fingerprint = fingerprint_of(weights, checkpoint.hf_config, [runner.block_size, specs, groups])
+        self.store, self.runner = open_store(config.kv_store), runner
         self.layers = [group.layers for group in groups]
         self.sizes = [block_bytes(specs, [group], runner.block_size) for group in groups]
-        if isinstance(store, DirectoryStore):  # K and V, the tokens, and safetensors' header
-            store.max_entry_bytes = sum(self.sizes) + (1 << 24)
+        if isinstance(self.store, DirectoryStore):  # K and V, the tokens, and safetensors' header
+            self.store.max_entry_bytes = sum(self.sizes) + (1 << 24)
         self._reading, self._writing = RetryGate("read"), RetryGate("written")
         self._copying = RetryGate("copied to")  # fails when memory is short
         self._lock = threading.Lock()
@@ -442,15 +443,3 @@ class StoringCore(EngineCore):
         """Write what is queued, then close as in the base class."""
         self.connector.close()
         super().close()
-
-
-def connect(started: Started) -> KVConnector:
-    """Connect the store of `EngineConfig.kv_store` to a runner's KV cache, or raise ValueError."""
-    opened, runner, loaded = started.opened, started.runner, started.loaded
-    config, specs, groups = opened.config, loaded.kv_specs, loaded.kv_groups
-    forms = (getattr(module, "form", None) for module in runner.model.modules())
-    # What counts is what the device chose: "auto" rounds activations on some processors only.
-    rounds = any(form is not None and form.activation_bits for form in forms)
-    weights = loaded.weights_digest.hex(), config.quantization, rounds
-    fingerprint = fingerprint_of(weights, opened.checkpoint.hf_config, [runner.block_size, specs, groups])
-    return KVConnector(open_store(config.kv_store), runner, specs, groups, fingerprint)
