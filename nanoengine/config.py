@@ -92,7 +92,8 @@ class EngineConfig:
     device: str = "auto"  # "cpu", "cuda" or "cuda:1"; "auto": CUDA if it is available, else the CPU
     seed: int = 0  # seed of requests without one of their own
     max_model_len: int | None = None  # limit on prompt plus output, in tokens; by default the model's maximum
-    block_size: int | None = None  # tokens per block of the KV cache; by default 32 on a CPU, 256 on a GPU
+    # tokens per block of the KV cache; by default 32, but 256 on a GPU with flash-attn or without Triton
+    block_size: int | None = None
     num_kv_blocks: int | None = None  # blocks of the KV cache; by default as many as the memory holds
     kv_cache_dtype: Literal["auto", "int8"] = "auto"  # "int8": round K and V to 8 bits
     kv_cache_bytes: int | None = None  # size of the KV cache in bytes, in place of num_kv_blocks

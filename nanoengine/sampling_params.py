@@ -199,7 +199,7 @@ class SamplingParams:
     penalizes: bool = field(init=False, repr=False, compare=False)  # tokens that occurred before
     biases_or_bans: bool = field(init=False, repr=False, compare=False)  # some tokens
     filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p or min_p has an effect
-    edits: Any = field(init=False, repr=False, compare=False, default=None)  # edits.py's arrays, once made
+    edits: Any = field(init=False, repr=False, compare=False, default=None)  # arrays of penalties.py, if made
 
     def __post_init__(self) -> None:
         """Validate every field. No value is clipped or ignored."""

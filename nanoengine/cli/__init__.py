@@ -1,1 +1,1 @@
-"""The commands: run, chat, bench."""
+"""The commands in a terminal: run, chat, bench, lab."""

@@ -210,7 +210,7 @@ class StatefulRunner(WindowedRunner):
         decodes: list[tuple[int, int, int]] = []
         parts: list[StatePart] = []
         for chunk, row in zip(batch.chunks, inputs.metadata.cu_seqlens_q.tolist(), strict=False):
-            # The trial batches of assembly.py are not in spans. In them, a chunk of one token is a decode.
+            # The trial batches of kv_cache_size.py are not in spans: a chunk of one token is a decode.
             spans = self.spans.get(chunk.seq) or [Span(chunk.start, chunk.end, ZERO_SLOT, BIN_SLOT)]
             for start, end, source, target in spans:
                 first = row + start - chunk.start

@@ -232,7 +232,7 @@ class WindowedRunner(ModelRunner):
         inputs = super().build_inputs(batch, before)
         meta, positions, size = inputs.metadata, inputs.positions, self.block_size
         seqs = [chunk.seq for chunk in batch.chunks]
-        # The trial batches of assembly.py are not in more_tables: they use one table for all groups.
+        # The trial batches of kv_cache_size.py are not in more_tables: they use one table for all groups.
         more = [self.more_tables.get(seq, [seq.block_table] * (self.num_groups - 1)) for seq in seqs]
         tables = [seq.block_table for seq in seqs]  # the first group's tables, then the second's...
         for of_group in zip(*more, strict=True):

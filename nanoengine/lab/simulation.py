@@ -1,6 +1,6 @@
 """The scheduler lab: the engine's own Scheduler and BlockManager, with a cost model in place of a device.
 
-`simulate` serves arrivals with a scheduler. `nanoengine lab` runs it from the command line: see command.py.
+`simulate` serves arrivals with a scheduler. `nanoengine lab` runs it from the command line: see cli/lab.py.
 """
 
 import heapq
