@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -223,17 +224,6 @@ def test_an_idle_engine_keeps_no_threads():
     assert json.loads(result.stdout) == [others, 0, others, 0, others, others, len(cores)]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Return the kernels, compiled without optimization by a compiler that does not support float16."""
-    cache = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -O0 -U__FLT16_MAX__")
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        load_library(sum(TYPES.values()))
-    return cached_library(cache)
-
-
 def write_compiler(path, script):
     """Write a shell script as a compiler, and return its path."""
     path.write_text(f"#!/bin/sh\n{script}")
@@ -241,10 +231,28 @@ def write_compiler(path, script):
     return path
 
 
+# It copies what was compiled for the engine, but for float16, which it does not support.
+COPYING = """
+[ "$1" = --version ] && exit
+for last; do :; done
+case "$*" in
+  *-DTYPES=1*) cp {float32} "$last" ;;
+  *-DTYPES=2*) cp {bfloat16} "$last" ;;
+  *) exec {compiler} "$@" -O0 -U__FLT16_MAX__ ;;
+esac
+"""
+
+
+def compiled(dtype):
+    """Return the path of the kernels that engines of this machine use."""
+    return Kernels(dtype).library._name
+
+
 @pytest.fixture
-def quick_compiler(compiled, tmp_path, monkeypatch):
-    """Install a compiler that copies the compiled library. Returns its cache, which is empty."""
-    script = f'[ "$1" = --version ] && exit\nfor last; do :; done\ncp {compiled} "$last"\n'
+def quick_compiler(tmp_path, monkeypatch):
+    """Install a compiler that copies compiled libraries. Returns its cache, which is empty."""
+    paths = {"float32": compiled(torch.float32), "bfloat16": compiled(torch.bfloat16)}
+    script = COPYING.format(**paths, compiler=os.environ.get("CXX", "g++"))
     monkeypatch.setenv("CXX", str(write_compiler(tmp_path / "g++", script)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
@@ -314,9 +322,9 @@ WITHOUT_BFLOAT16 = V4.replace("avx512_bf16", "")
     [(V4, None, "x86-64-v4"), (WITHOUT_BFLOAT16, None, "x86-64-v3"), ("avx2", None, ""), (V4, -1, "")],
 )
 def test_without_a_compiler_a_library_of_the_wheel_is_loaded_if_it_fits_the_processor_and_its_digest(
-    features, end, level, compiled, tmp_path, monkeypatch
+    features, end, level, tmp_path, monkeypatch
 ):
-    content = compiled.read_bytes()
+    content = Path(compiled(torch.bfloat16)).read_bytes()
     for each in LEVELS:
         library = tmp_path / f"{each}-0-0-{digest(content)}.so"
         library.write_bytes(content[:end])
