@@ -177,7 +177,7 @@ SETTINGS = [
 
 def walk(path, fields, prompt_lengths=None, **settings):
     """Run prompts at once, in chunks and beside decodes, decodes in graphs and not, pending tokens."""
-    sizes = {"num_kv_blocks": 40, "max_num_batched_tokens": 64, "max_num_seqs": 5, "max_logprobs": -1}
+    sizes = {"num_kv_blocks": 40, "max_num_batched_tokens": 128, "max_num_seqs": 10, "max_logprobs": -1}
     with LLM(path, dtype="bfloat16", device="cuda", **{**sizes, **settings}) as llm:
         params = [SamplingParams(max_tokens=4, ignore_eos=True, **f) for f in fields]
         prompts = random_prompts(prompt_lengths or [1 + 37 * i % 100 for i in range(len(fields))])
