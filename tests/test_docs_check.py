@@ -97,7 +97,7 @@ def test_a_file_filled_up_to_the_last_lesson_is_the_whole_engine_with_its_comman
     assert {sheet: stub(sheet, 99) for sheet in SOLUTIONS} == {s: p.read_text() for s, p in SOLUTIONS.items()}
 
 
-SOME = [pytest.param(x, marks=() if x in ("2", "7", "16") else SLOW) for x in BY_LETTERS]
+SOME = [pytest.param(x, marks=() if x in ("7", "16") else SLOW) for x in BY_LETTERS]
 
 
 @pytest.mark.parametrize("last", SOME)
