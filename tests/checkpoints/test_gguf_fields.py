@@ -71,7 +71,6 @@ FROM_128 = {**YARN, "rope.scaling.original_context_length": 128}
 TYPED = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 UNTYPED, OLD = {"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}
 PARTIAL = [rope(partial_rotary_factor=0.5), {"rope.dimension_count": 8}]
-PHI = {"rms_norm_eps": 1e-6}
 FULL, SLIDING = "full_attention", "sliding_attention"
 PATTERN = "attention.sliding_window_pattern"
 SOFTER = {**FROM_128, "rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_beta_slow": 2.0}

@@ -227,10 +227,7 @@ def test_multimodal_models_have_the_names_of_transformers():
 
 
 @pytest.mark.parametrize("tied", [False, *slow(True)])
-@pytest.mark.parametrize(
-    ("family", "text", "vision", "code"),
-    [*WITH_IMAGES, *slow(*WITH_IMAGES_SLOW)],
-)
+@pytest.mark.parametrize(("family", "text", "vision", "code"), [*WITH_IMAGES, *slow(*WITH_IMAGES_SLOW)])
 def test_the_language_part_of_multimodal_models_is_served(family, text, vision, code, tied, tmp_path, capsys):
     torch.manual_seed(0)
     of_text = {**TINY, "pad_token_id": 0, **text, "tie_word_embeddings": tied}

@@ -17,13 +17,7 @@ from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
 from nanoengine.sampling.filters import filter_logits
 from nanoengine.sampling.penalties import edit_logits
-from nanoengine.sampling.sampler import (
-    FILTERED_ROWS,
-    RowSettings,
-    SamplingRow,
-    draw_rows,
-    sample_rows,
-)
+from nanoengine.sampling.sampler import FILTERED_ROWS, RowSettings, SamplingRow, draw_rows, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import BAD_FIELDS, sample
 
