@@ -67,7 +67,7 @@ LLAMA4: dict[str, Any] = {"num_local_experts": 4, "intermediate_size_mlp": 96, "
 LLAMA4 |= {"attention_chunk_size": 128, "floor_scale": 16, "attn_scale": 0.5}
 LLAMA4["no_rope_layers"] = [1, 0]  # the second scales its queries by position
 WITHOUT_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 16}
 ROPES = {"rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {**ALTERNATING, **ROPES},
@@ -94,7 +94,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4_text": LLAMA4,
     "llama4": {"text_config": {**TINY, **LLAMA4}, "vision_config": SMALL_VISION},
     "longcat_flash": {"head_dim": 8},
-    "mamba2": {"num_heads": 8},
+    "mamba2": {"num_heads": 8, "chunk_size": 16},  # prompts are padded to whole chunks
     "modernbert-decoder": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
