@@ -29,30 +29,43 @@ PROCESSOR = os.environ.get("NEON_PROCESSOR", "armv8.2-a+dotprod")  # what the co
 DRIVER = Path(__file__).parent / "neon.cpp"
 called: set[str] = set()
 
+# The compiler takes minutes for all kernels, so a program has some, and only attention depends on the cache.
+ATTENTION = "decode_attention", "prefill_attention", "write_kv"
+PRODUCTS = "linear", "unpack_rows"  # and pack_integers
+LAYER = "decoder_layer"  # calls these same functions, and takes addresses
+EXPORTED = re.findall(r"(?m)^EXPORT\((\w+)\)$", build.SOURCE.read_text())
+OTHERS = tuple(name for name in EXPORTED if name not in (*ATTENTION, *PRODUCTS, LAYER))
+
 
 class Emulated(NamedTuple):
-    """Runs the kernels in a process of its own, until this process ends."""
+    """Runs kernels in a process of its own, until this process ends."""
 
     process: subprocess.Popen[bytes]
-    exported: set[str]  # the names of its functions
     directory: tempfile.TemporaryDirectory[str]  # of its program, gone with it
 
 
+def names_of(kernels: tuple[str, ...]) -> set[str]:
+    """Return the names that a program with these kernels exports."""
+    types = "float32", "bfloat16", "float16"
+    return {"pack_integers_int8"} | {f"{name}_{kind}" for name in kernels for kind in types}
+
+
 @functools.cache
-def start(int8_cache: bool = False, exact: bool = False) -> Emulated:
-    """Compile and start it."""
+def start(kernels: tuple[str, ...], int8_cache: bool, exact: bool) -> Emulated:
+    """Compile a program with these kernels, and start it."""
     directory = tempfile.TemporaryDirectory()
     flags = [flag for flag in build.FLAGS.split() if flag not in ("-march=native", "-shared", "-fPIC")]
     flags += ["-DEXACT"] * exact
-    includes = [f"-I{build.SOURCE.parent}", f"-I{directory.name}"]
+    includes = [f"-I{directory.name}", f"-I{build.SOURCE.parent}"]
     command = [COMPILER, *flags, f"-march={PROCESSOR}", "-static", *includes, f"-DTYPES={7 + 8 * int8_cache}"]
-    source = subprocess.check_output([*command, "-E", "-P", str(build.SOURCE)], text=True)
-    exported = set(re.findall(r'extern "C" decltype\([^;]*\) (\w+);', source))
-    Path(directory.name, "kernels.inc").write_text("\n".join(f"ENTRY({name})" for name in exported))
+    others = rf"(?m)^EXPORT\((?!({'|'.join(kernels)})\)).*$"
+    Path(directory.name, "kernels.cpp").write_text(re.sub(others, "", build.SOURCE.read_text()))
+    entries = "\n".join(f"ENTRY({name})" for name in names_of(kernels))
+    Path(directory.name, "kernels.inc").write_text(entries)
     program = f"{directory.name}/neon"
     subprocess.check_call([*command, str(DRIVER), "-o", program])
     process = subprocess.Popen([EMULATOR, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    return Emulated(process, exported, directory)
+    return Emulated(process, directory)
 
 
 class EmulatedKernels(kernels.Kernels):
@@ -65,16 +78,18 @@ class EmulatedKernels(kernels.Kernels):
     def __init__(
         self, dtype: torch.dtype = torch.float32, int8_cache: bool = False, exact: bool = False
     ) -> None:
-        self.process = start(int8_cache, exact).process
+        self.of_attention = int8_cache, exact
         self.was_compiled, self.seconds = False, 0.0
         self.library: Any = SimpleNamespace(_name="in the emulator")
 
     def serves(self, dtype: torch.dtype) -> bool:
-        return f"linear_{str(dtype).removeprefix('torch.')}" in start().exported
+        return dtype in kernels.TYPES
 
     def call(self, name: str, first: Tensor, *arguments: Any) -> None:
         full_name = f"{name}_{str(first.dtype).removeprefix('torch.')}"
         called.add(full_name)
+        part = next((part for part in (ATTENTION, OTHERS) if name in part), PRODUCTS)
+        process = start(part, *(self.of_attention if part == ATTENTION else (False, False))).process
         parts = [struct.pack("=q", len(full_name)), full_name.encode()]
         for argument in (first, *arguments):
             if isinstance(argument, Tensor):
@@ -84,21 +99,22 @@ class EmulatedKernels(kernels.Kernels):
                 parts.append(struct.pack("=q", -1))
             else:
                 parts.append(struct.pack("=q" if isinstance(argument, int) else "=f", argument))
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"".join(parts))
-        self.process.stdin.flush()
+        assert process.stdin is not None
+        process.stdin.write(b"".join(parts))
+        process.stdin.flush()
         for argument in (first, *arguments):
             if argument is None or isinstance(argument, Tensor):
-                (size,) = struct.unpack("=q", self._receive(8))
+                (size,) = struct.unpack("=q", receive(process, 8))
                 if size:
                     assert isinstance(argument, Tensor)
-                    ctypes.memmove(argument.data_ptr(), self._receive(size), size)
+                    ctypes.memmove(argument.data_ptr(), receive(process, size), size)
 
-    def _receive(self, size: int) -> bytes:
-        assert self.process.stdout is not None
-        data = self.process.stdout.read(size)
-        assert len(data) == size, f"the emulated process ended with {self.process.wait()}"
-        return data
+
+def receive(process: subprocess.Popen[bytes], size: int) -> bytes:
+    assert process.stdout is not None
+    data = process.stdout.read(size)
+    assert len(data) == size, f"the emulated process ended with {process.wait()}"
+    return data
 
 
 def extent(tensor: Tensor) -> int:
@@ -112,7 +128,7 @@ def extent(tensor: Tensor) -> int:
 def pytest_configure() -> None:
     """Install the emulated kernels before any test is imported."""
     kernels.Kernels = cpu_device.Kernels = EmulatedKernels  # type: ignore[misc, attr-defined]
-    # A call of a whole layer hands addresses over. It calls these same functions.
+    # A call of a whole layer hands addresses over.
     packed_layers.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
 
 
@@ -125,5 +141,5 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print which kernels the tests called."""
-    missed = {name for name in start().exported - called if not name.startswith("decoder_layer")}
+    missed = names_of((*ATTENTION, *PRODUCTS, *OTHERS)) - called
     terminalreporter.write_line(f"NEON: {len(called)} kernels called; not called: {sorted(missed)}")
