@@ -219,10 +219,15 @@ def explain(error: BaseException, source: str, name: str, seconds: float) -> str
     return f"{what}\n    {Path(name).name}, line {line}, in {function}: {shown}"
 
 
-def failures(
+def failures(*arguments: Any, **settings: Any) -> list[str]:
+    """Return the messages of `find_failures`."""
+    return list(find_failures(*arguments, **settings))
+
+
+def find_failures(
     source: str, lesson: str, name: str = "my_nano.py", alone: bool = False, most: float = 2.0
-) -> list[str]:
-    """Return a message for each check of the lesson that the student's source fails.
+) -> Iterator[str]:
+    """Yield a message for each check of the lesson that the student's source fails.
 
     With `alone`, no function of the solution takes part. `most` is the processor time of a check in seconds.
     No other check runs after one that was stopped.
@@ -231,16 +236,15 @@ def failures(
         SyntaxError: the source does not compile.
     """
     compiled(source, name)
-    found, seconds = [], SECONDS.get(lesson, most)
+    seconds = SECONDS.get(lesson, most)
     for sentence, check in CHECKS[lesson]:
         try:
             with limited(seconds):
                 check(combine(source, lesson, name, alone))
         except (Exception, EndlessError) as error:
-            found.append(f"{sentence}\n    {explain(error, source, name, seconds)}")
+            yield f"{sentence}\n    {explain(error, source, name, seconds)}"
             if isinstance(error, EndlessError):
                 break
-    return found
 
 
 def fastest(work: Callable[[], Any], repeats: int) -> float:

@@ -2,8 +2,11 @@
 
 import faulthandler
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +14,18 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from docs import decode, matvec
-from docs.check import LESSONS, SOLUTIONS, EndlessError, failures, functions_of, limited, main, sheet_of, stub
+from docs.check import (
+    LESSONS,
+    SOLUTIONS,
+    EndlessError,
+    failures,
+    find_failures,
+    functions_of,
+    limited,
+    main,
+    sheet_of,
+    stub,
+)
 from docs.checks import CHECKS
 
 RIGHT = {lesson: SOLUTIONS[sheet_of(lesson)].read_text() for lesson in LESSONS}
@@ -116,7 +130,7 @@ def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_sol
 )
 def test_a_mistake_is_caught(lesson, right, wrong):
     assert RIGHT[lesson].count(right) == 1
-    assert failures(RIGHT[lesson].replace(right, wrong), lesson, most=0.5)
+    assert any(find_failures(RIGHT[lesson].replace(right, wrong), lesson, most=0.5))
 
 
 @pytest.mark.parametrize("lesson", SOME)
@@ -238,45 +252,78 @@ def test_a_student_s_kernel_is_checked_in_another_process(right, wrong, what, tm
     assert what in printed.out + printed.err
 
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def wrong_kernel(path, right, wrong):
+    """Write the solution with a mistake."""
+    source = decode.SOLUTION.read_text()
+    assert right in source
+    path.write_text(source.replace(right, wrong) if right else source)
+    return path
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "what"),
     [
         ("", "", "3.9 times as many"),
-        (
-            "        k = tl.load(",
-            "        for _ in range(GROUP): k = tl.load(",
-            "Load each block of K and V once",
-        ),
-        (
-            "v_cache + where, mask=seen[:, None], other=0.0",
-            "v_cache + where, mask=seen[:, None]",
-            "no `other`",
-        ),
-        (", mask=seen[:, None], other=0.0", "", "a slot that its sequence does not use"),
-        ('tl.where(seen[None, :], scores, float("-inf"))', "scores", "are minus infinity"),
-        ("weighted * shrink[:, None] +", "weighted +", "Both sums shrink"),
-        ("tl.cdiv(seq_len, BLOCK_SIZE)", "seq_len // BLOCK_SIZE", "The last block counts up to"),
-        ("tl.load(block_tables + seq * table_width + i)", "(i + seq)", "contains NaN"),
-        ("+ kv_head) * GROUP + heads[", "* GROUP + kv_head) + num_kv_heads * heads[", "KV head h belongs to"),
-        ("tl.max(scores, axis=1)", "tl.max(scores)", "its own largest score"),
-        (" + kv_head) * HEAD_DIM", ") * HEAD_DIM", "a vector for each KV head"),
-        ("tl.float32) * scale", "tl.float32)", "Look at the scale"),
         ("k_cache + where", "k_cache + (where << 40)", "crashed"),
         ("        largest = new_largest", "        while True: pass", "Does a loop never end?"),
-        ("places < seq_len", "place < seq_len", "line 33, in grouped_kernel: seen ="),
-        (decode.SOLUTION.read_text(), decode.stub(), "not written"),
     ],
 )
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.slow
 def test_a_student_s_triton_kernel_is_checked_in_another_process(right, wrong, what, tmp_path, capfd):
-    student, source = tmp_path / "my_kernel.py", decode.SOLUTION.read_text()
-    assert right in source
-    student.write_text(source.replace(right, wrong) if right else source)
-    assert decode.main(student, most=10 if "while" in wrong else 60) == (1 if right else 0)
+    student = wrong_kernel(tmp_path / "my_kernel.py", right, wrong)
+    assert decode.main(student, most=6 if "while" in wrong else 60) == (1 if right else 0)
     printed = capfd.readouterr()
     assert what in printed.out
     assert not printed.err
+
+
+# Forks of a process that has imported Triton.
+FORKS = """
+import os, sys, docs.kernel
+from docs.decode import guarded
+for source in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        sys.exit(guarded(source, 60))
+    print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+WRONG = [
+    (
+        "        k = tl.load(",
+        "        for _ in range(GROUP): k = tl.load(",
+        "Load each block of K and V once",
+    ),
+    ("v_cache + where, mask=seen[:, None], other=0.0", "v_cache + where, mask=seen[:, None]", "no `other`"),
+    (", mask=seen[:, None], other=0.0", "", "a slot that its sequence does not use"),
+    ('tl.where(seen[None, :], scores, float("-inf"))', "scores", "are minus infinity"),
+    ("weighted * shrink[:, None] +", "weighted +", "Both sums shrink"),
+    ("tl.cdiv(seq_len, BLOCK_SIZE)", "seq_len // BLOCK_SIZE", "The last block counts up to"),
+    ("tl.load(block_tables + seq * table_width + i)", "(i + seq)", "contains NaN"),
+    ("+ kv_head) * GROUP + heads[", "* GROUP + kv_head) + num_kv_heads * heads[", "KV head h belongs to"),
+    ("tl.max(scores, axis=1)", "tl.max(scores)", "its own largest score"),
+    (" + kv_head) * HEAD_DIM", ") * HEAD_DIM", "a vector for each KV head"),
+    ("tl.float32) * scale", "tl.float32)", "Look at the scale"),
+    ("places < seq_len", "place < seq_len", "line 33, in grouped_kernel: seen ="),
+    (decode.SOLUTION.read_text(), decode.stub(), "not written"),
+]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_student_is_told_what_is_wrong_with_a_triton_kernel(tmp_path):
+    students = [wrong_kernel(tmp_path / f"{i}.py", *change) for i, (*change, _) in enumerate(WRONG)]
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, *map(str, students)]
+    settings = {"cwd": decode.SOLUTION.parents[1], "env": os.environ | {"TRITON_INTERPRET": "1"}}
+    done = subprocess.run(command, capture_output=True, text=True, **settings)
+    *said, last = done.stdout.split("ended with 1\n")
+    assert (last, done.stderr) == ("", "")
+    for (_, _, what), text in zip(WRONG, said, strict=True):
+        assert what in text
 
 
 @pytest.mark.parametrize("lesson", BY_LETTERS)
