@@ -71,6 +71,8 @@ def warp_of(users: Lanes) -> Lanes:
 
 def clash(before: Lanes, users: Lanes) -> bool:
     """Return whether another thread used the bytes before, without a barrier since."""
+    if (before == NOBODY).all():
+        return False
     is_same = (before == users[:, None]) & (users[:, None] < OF_WARP) & (users[:, None] >= 0)
     return not (is_same | (before == NOBODY) | (before == SYNCED + warp_of(users)[:, None])).all()
 
@@ -86,24 +88,29 @@ class SharedMemory:
     def read(self, addresses: Lanes, size: int, threads: Lanes, flag: int = 0) -> Lanes:
         """Return the bytes that each of (N,) threads reads at its address, (N, size). Set `flag` for them."""
         at = rows(addresses, size, len(self.bytes))
-        _, flags, writer, reader = views = self.views(size)
-        if not (flags[at] & WRITTEN).all():
+        held, flags, writer, reader = self.views(size)
+        marks, before = flags[at], reader[at]
+        if not (marks & WRITTEN).all():
             raise Fault("read of shared memory that was not written")
-        if (flags[at] & COPYING).any():
+        if (marks & COPYING).any():
             raise Fault("read of shared memory before cp.async.wait_group")
-        if flag == MULTIPLYING and (flags[at] & UNPUBLISHED).any():
+        if flag == MULTIPLYING and (marks & UNPUBLISHED).any():
             raise Fault("wgmma reads shared memory before fence.proxy.async")
         if clash(writer[at], threads):
             raise Fault("race: read of what another thread wrote since the last barrier")
-        before, user = reader[at], np.broadcast_to(threads[:, None], (len(at), size))
-        is_alone, warp = (before == NOBODY) | (before == user), warp_of(user)
-        reader[at] = np.where(is_alone, user, np.where(warp_of(before) == warp, OF_WARP + warp, SEVERAL))
-        other = (reader[at] != user) & is_alone & (user < OF_WARP)  # threads of this very instruction
-        for is_near, shared_by in (True, OF_WARP + warp), (False, SEVERAL + 0 * warp):
-            it = other & ((warp_of(reader[at]) == warp) == is_near)
-            reader.reshape(-1)[(at[:, None] * size + np.arange(size))[it]] = shared_by[it]
-        flags[at] |= flag
-        return views[0][at]
+        user, warp = threads[:, None], warp_of(threads)[:, None]
+        is_noted = (before == user) | (before == SEVERAL) | (before == OF_WARP + warp)
+        if not is_noted.all():
+            is_alone = (before == NOBODY) | (before == user)
+            reader[at] = np.where(is_alone, user, np.where(warp_of(before) == warp, OF_WARP + warp, SEVERAL))
+            other = (reader[at] != user) & is_alone & (user < OF_WARP)  # threads of this very instruction
+            for is_near, shared_by in (True, OF_WARP + warp), (False, SEVERAL + 0 * warp):
+                it = other & ((warp_of(reader[at]) == warp) == is_near)
+                shared = np.broadcast_to(shared_by, it.shape)
+                reader.reshape(-1)[(at[:, None] * size + np.arange(size))[it]] = shared[it]
+        if flag:
+            flags[at] |= flag
+        return held[at]
 
     def write(self, addresses: Lanes, values: Lanes, threads: Lanes, flag: int = 0) -> None:
         """Write (N, size) bytes, one row for each of (N,) threads. With COPYING, they arrive later."""
