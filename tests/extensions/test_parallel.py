@@ -615,8 +615,7 @@ except KeyboardInterrupt:
 
 
 @SLOW
-@pytest.mark.parametrize("is_stopped", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "is_stopped"), [(signal.SIGKILL, True), (signal.SIGTERM, False)])
 def test_no_rank_outlives_rank_0(number, is_stopped):
     with script(RUNNING + "while True: answer(900)") as (process, ranks):
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "running\n"]
