@@ -77,6 +77,16 @@ def clash(before: Lanes, users: Lanes) -> bool:
     return not (is_same | (before == NOBODY) | (before == SYNCED + warp_of(users)[:, None])).all()
 
 
+def together(at: Lanes, users: Lanes) -> Lanes:
+    """Return a user for each of (N,) ascending users, which stands for all that are at the same place."""
+    lowest, highest = (np.empty(at.max() + 1, np.int16) for _ in range(2))
+    highest[at], lowest[at[::-1]] = users, users[::-1]
+    low, high = lowest[at], highest[at]
+    warp = warp_of(low)
+    of_many = np.where(warp == warp_of(high), OF_WARP + warp, SEVERAL)
+    return np.where(low == high, users, of_many).astype(np.int16)
+
+
 class SharedMemory:
     """The memory that the threads of a CTA share, and which threads used each byte since the last barrier."""
 
@@ -98,16 +108,13 @@ class SharedMemory:
             raise Fault("wgmma reads shared memory before fence.proxy.async")
         if clash(writer[at], threads):
             raise Fault("race: read of what another thread wrote since the last barrier")
-        user, warp = threads[:, None], warp_of(threads)[:, None]
-        is_noted = (before == user) | (before == SEVERAL) | (before == OF_WARP + warp)
-        if not is_noted.all():
-            is_alone = (before == NOBODY) | (before == user)
-            reader[at] = np.where(is_alone, user, np.where(warp_of(before) == warp, OF_WARP + warp, SEVERAL))
-            other = (reader[at] != user) & is_alone & (user < OF_WARP)  # threads of this very instruction
-            for is_near, shared_by in (True, OF_WARP + warp), (False, SEVERAL + 0 * warp):
-                it = other & ((warp_of(reader[at]) == warp) == is_near)
-                shared = np.broadcast_to(shared_by, it.shape)
-                reader.reshape(-1)[(at[:, None] * size + np.arange(size))[it]] = shared[it]
+        user = together(at, threads)[:, None]
+        is_alone = (before == NOBODY) | (before == user)
+        if not is_alone.all():
+            warp = warp_of(user)
+            of_many = np.where(warp_of(before) == warp, OF_WARP + warp, SEVERAL)
+            user = np.where(is_alone, user, of_many)
+        reader[at] = user
         if flag:
             flags[at] |= flag
         return held[at]
