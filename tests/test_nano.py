@@ -455,7 +455,7 @@ def test_the_laws_hold_after_every_step_and_every_slot_that_is_read_holds_the_ri
 
 @pytest.mark.slow
 def test_the_laws_hold_in_longer_walks():
-    for seed in range(100):
+    for seed in range(40):  # each bug below fails within seven
         walk(nano, seed, 400)
 
 
