@@ -49,6 +49,7 @@ BATCHES = {  # (new tokens, all tokens) of each sequence
     "a prompt of 4k": [(4096, 4096)],
     "255 decodes and a chunk of 4k": [(1, 1000)] * 255 + [(4096, 6000)],
 }
+SMALL = {"a decode and a chunk": [(1, 300), (20, 400)]}  # for a CPU, to see that it runs
 
 
 def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any) -> float:
@@ -89,7 +90,7 @@ def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any) -> floa
     return 1e3 * min(timer.timeit(1).mean for _ in range(5)) / num_calls
 
 
-def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = BATCHES) -> dict[str, Any]:
+def measure_attention(device: str) -> dict[str, Any]:
     """Measure one layer's attention with each backend."""
     import torch
 
@@ -97,6 +98,7 @@ def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = B
     from nanoengine.backends import paged_attention as attention
 
     where, none = torch.device(device), frozenset[str]()
+    batches = SMALL if where.type == "cpu" else BATCHES
     specs = [kv_cache.KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)]
     found: dict[str, Any] = {}
     kinds: list[Any] = [

@@ -387,9 +387,10 @@ def test_the_engine_serves_every_built_in_shape(tmp_path):
         assert (checkpoint.decoder_config.rope["rope_type"] == "llama3") == name.startswith("llama")
 
 
-def test_every_attention_backend_is_timed(flash_doubles):
+def test_every_attention_backend_is_timed(flash_doubles, monkeypatch):
     batches = {"decodes": [(1, 300), (1, 20)], "mixed": [(1, 300), (5, 400)]}
-    found = gpu.measure_attention("cpu", batches)
+    monkeypatch.setattr(gpu, "SMALL", batches)
+    found = gpu.measure_attention("cpu")
     assert list(found) == ["flash", "varlen", "triton", "torch"]
     assert flash_doubles["with_kvcache"] == 2 + 2 * 15  # two decodes of the trial, then both batches
     assert flash_doubles["varlen packed"] == 2 * 15
@@ -458,14 +459,22 @@ def test_the_phases_of_loading_add_up_to_the_time_to_the_first_token():
 @pytest.mark.slow
 def test_the_gpu_s_pieces_run_on_a_cpu_with_small_sizes(tmp_path):
     options = ["--device", "cpu", "--out", str(tmp_path)]
-    names = ["attention", "without-prefix-caching", "transformers"]
+    names = ["attention", "without-prefix-caching"]
     subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options, *names], cwd=ROOT, check=True)
     found = gpu_report.load(tmp_path)
     assert not [piece["error"] for piece in found.values() if "error" in piece]
-    assert found["transformers"]["models"][0]["results"][0]["output_tokens"] == 8
+    assert found["without-prefix-caching"]["models"][0]["results"][0]["output_tokens"] == 8
     page = squeezed((tmp_path / "report.md").read_text())
-    assert "| transformers | - |" in page
     assert "| prefix caching | 2:8:4 |" in page
+
+
+@pytest.mark.parametrize("piece", [*gpu.ENGINES, *(name for name in gpu.PIECES if "without" in name)])
+def test_a_piece_of_the_gpu_s_benchmark_is_a_command_that_benchmarks_accepts(piece, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # it sets this, too
+    monkeypatch.setattr(sys, "argv", gpu.command_of(piece, "cuda", [])[2:])
+    arguments = command.parse_arguments()
+    assert (arguments.device, arguments.ablate is None) == ("cuda", piece in gpu.ENGINES)
+    assert arguments.engine == [gpu.ENGINES.get(piece, "nanoengine")]
 
 
 @pytest.mark.parametrize(
