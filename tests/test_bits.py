@@ -32,7 +32,7 @@ def test_no_schedule_changes_a_bit_of_a_log_probability(kind, form, schedules, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["float32", "int8", "int4", "int8 cache of bfloat16"])  # each type and cache
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_no_schedule_changes_a_bit_with_another_instruction_set(name, form, tmp_path, monkeypatch):
     if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):

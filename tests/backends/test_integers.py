@@ -96,7 +96,8 @@ def test_products_are_the_same_with_avx_vnni(tmp_path):
     if not shutil.which("g++") or "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("needs g++ and a processor with AVX2")
     (tmp_path / "vnni.h").write_text(AVX_VNNI)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "definition", __file__]
+    selection = "definition and dtype1"  # the instructions do not depend on the dtype
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection, __file__]
     environment = os.environ | {"CXX": f"g++ -march=x86-64-v3 -include {tmp_path / 'vnni.h'}"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]

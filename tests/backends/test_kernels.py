@@ -506,6 +506,11 @@ INSTRUCTION_SETS = {
 
 
 OTHER_FILES = "test_paged_attention.py", "test_int8_cache.py", "test_integers.py"
+# What calls the kernels. Of the exact libraries, which take long to compile, those of tests/test_bits.py.
+SELECTION = """
+    (test_kernels or test_integers or compiled or shares_its_blocks or kernel_writes)
+    and not (shares_its_blocks and (dtype0-True-True or dtype1-False-True))
+"""
 
 
 @pytest.mark.slow
@@ -514,7 +519,8 @@ def test_the_kernels_are_right_when_compiled_for_another_instruction_set(name):
     if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
         pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
     files = [__file__, *(str(Path(__file__).parent / other) for other in OTHER_FILES)]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
+    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", " ".join(SELECTION.split())]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     env = {**os.environ, "CXX": f"g++ -march={name}"}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
