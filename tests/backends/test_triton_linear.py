@@ -85,16 +85,18 @@ def test_what_triton_compiles_for_a_gpu_equals_the_dequantized_product(generatio
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, FULL])
 @pytest.mark.parametrize("shape", [ODD, WIDE, BYTES, SMALL_GROUPS, LONG, BYTES_OF_32])
-@pytest.mark.parametrize("num_tokens", [0, 1, 17, 130])
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype"),  # tiles of float32 have 16 tokens
+    [*itertools.product((0, 1, 17, 130), (HALF, BRAIN)), *itertools.product((0, 1, 17), [FULL])],
+)
 def test_any_layer_and_number_of_tokens_equals_the_dequantized_product(num_tokens, shape, dtype):
     if num_tokens:
         check_product(num_tokens, shape, dtype, has_bias=num_tokens % 2 == 0, device=DEVICE)
     layer = backend.TritonLinear(quantized(*shape), None, dtype, torch.device(DEVICE))
-    x = torch.randn(2, num_tokens, 2 * shape[1], device=DEVICE).to(dtype)[..., : shape[1]]
+    x = torch.randn(2, -(-num_tokens // 2), 2 * shape[1], device=DEVICE).to(dtype)[..., : shape[1]]
     out = layer(x)  # rows that lie apart
-    assert out.shape == (2, num_tokens, shape[0])
+    assert out.shape == (*x.shape[:2], shape[0])
     assert torch.equal(out, layer(x.contiguous()))
 
 
@@ -132,7 +134,7 @@ def test_rows_and_bytes_are_those_of_the_quantized_weight(shape):
     assert sum(x.nbytes for x in layer.buffers()) == num_outputs * padded * bits // 8 + scales
 
 
-ON_A_GPU = {"attn_backend": "triton", "block_size": 16, "max_num_seqs": 2, "max_model_len": 64}
+ON_A_GPU = {"attn_backend": "triton", "block_size": 16, "max_num_seqs": 2, "max_model_len": 48}
 
 
 @interpreted
@@ -148,7 +150,7 @@ def test_weights_stay_quantized_on_a_gpu(name, settings, flash_doubles, tmp_path
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # Triton's interpreter needs it
     stated, writer, bits = CHECKPOINTS[name]
     model = write(tmp_path, stated, writer)
-    assert check_equal(model, tmp_path, **ON_A_GPU, **settings) == {bits}
+    assert check_equal(model, tmp_path, max_tokens=4, **ON_A_GPU, **settings) == {bits}
     assert f"weights in {bits} bits on cpu" in caplog.text
     assert "dequantized" not in caplog.text
     assert flash_doubles["replay"] > 0  # in CUDA graphs, for all that the kernel knows
