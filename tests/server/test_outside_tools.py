@@ -47,10 +47,11 @@ def python(request, tmp_path_factory) -> Path:
     done = where / f"{listed.stem}.log"
     with FileLock(where / f"{listed.stem}.lock"):
         if not done.exists():
-            subprocess.run([sys.executable, "-m", "venv", path], check=True)
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
             (site,) = path.glob("lib/python*/site-packages")
             (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
-            command = [str(path / "bin" / "python"), "-m", "pip", "install", "--no-compile"]
+            pip = [sys.executable, "-m", "pip", "--python", path / "bin" / "python"]
+            command = [*pip, "install", "--no-compile"]
             made = subprocess.run([*command, "-r", str(listed)], capture_output=True, text=True)
             done.write_text(made.stderr if made.returncode else "")
     if "(from versions: none)" in done.read_text():  # as pip says where it reaches no index
