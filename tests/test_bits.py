@@ -18,9 +18,9 @@ CASES = [  # kind, form, schedules and number of requests; transformers' layers 
     *((kind, "float32", range(1), 3) for kind in KINDS[2:]),
     *(pytest.param(kind, "int8 cache", range(1), 5, marks=pytest.mark.slow) for kind in KINDS[2:]),
     *(
-        pytest.param(kind, form, numbers, count, marks=pytest.mark.slow)
-        for form in FORMS
-        for kinds, numbers, count in ((KINDS[:2], range(100, 102), 40), (KINDS[2:], range(100, 101), 10))
+        pytest.param(kind, form, range(number, number + 1), count, marks=pytest.mark.slow)
+        for number, form in enumerate(FORMS, start=100)
+        for kinds, count in ((KINDS[:2], 40), (KINDS[2:], 10))
         for kind in kinds
     ),
 ]
