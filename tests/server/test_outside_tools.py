@@ -50,7 +50,7 @@ def python(request, tmp_path_factory) -> Path:
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
             (site,) = path.glob("lib/python*/site-packages")
             (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
-            pip = [sys.executable, "-m", "pip", "--python", path / "bin" / "python"]
+            pip = [sys.executable, "-m", "pip", "--python", str(path / "bin" / "python")]
             command = [*pip, "install", "--no-compile"]
             made = subprocess.run([*command, "-r", str(listed)], capture_output=True, text=True)
             done.write_text(made.stderr if made.returncode else "")
