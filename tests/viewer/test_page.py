@@ -147,7 +147,7 @@ def compare(ours: list, theirs: list, where: str) -> set:
 
 
 @pytest.mark.parametrize(
-    "seeds", [(5, 8), pytest.param(range(40), marks=pytest.mark.slow)], ids=["two", "forty"]
+    "seeds", [(5, 8), pytest.param(range(30), marks=pytest.mark.slow)], ids=["two", "thirty"]
 )
 def test_tokens_and_steps_of_random_workloads_are_those_of_the_engine(seeds, model, rounded):
     workloads, happened = [random_workload(seed) for seed in seeds], set()
