@@ -132,7 +132,7 @@ class CachedRows:
             parts = [(rows[i : i + MAX_ROWS], i) for i in range(0, len(rows), MAX_ROWS)]
             self._parts = [(part, RowSettings(part, first)) for part, first in parts]
             self._seqs = batch.sampled_seqs
-        sampled = (chunk for chunk in batch.chunks if chunk.samples)
+        sampled = [chunk for chunk in batch.chunks if chunk.samples]
         for row, chunk in zip(chain(*(rows for rows, _ in self._parts)), sampled, strict=True):
             row.position, row.token_ids = chunk.end, chunk.token_ids
         for part, settings in self._parts:
