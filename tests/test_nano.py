@@ -1,6 +1,5 @@
 """nano.py against transformers, the full engine, the laws, published bugs and doubles of what a GPU has."""
 
-import itertools
 import math
 import random
 import re
@@ -20,7 +19,7 @@ from nanoengine import nano
 from nanoengine.engine import BlockKey
 from tests import doubles
 from tests.backends.test_fake_cuda import cuda_guard  # noqa: F401  a fixture
-from tests.helpers import DEMO, TINY, check_greedy, checkpoint, random_prompts
+from tests.helpers import DEMO, TINY, check_greedy, checkpoint, failing_calls, random_prompts, slow
 from tests.laws import check_laws
 
 SOURCE = Path(nano.__file__)
@@ -144,9 +143,7 @@ def test_an_answer_ends_at_max_tokens_at_a_stop_token_at_max_model_len_or_when_i
         (None, None, {None}),
     ],
 )
-def test_stop_tokens_come_from_the_generation_config_or_else_from_the_config(
-    generation, config, expected, tmp_path
-):
+def test_stop_tokens_come_from_the_generation_config_or_the_config(generation, config, expected, tmp_path):
     transformers.Qwen3Config(**{**TINY, "eos_token_id": config, "head_dim": 8}).save_pretrained(tmp_path)
     settings = transformers.AutoConfig.from_pretrained(tmp_path)
     torch.manual_seed(0)
@@ -192,18 +189,10 @@ def test_prompts_are_texts_lists_and_arrays_and_a_bare_text_is_one_prompt():
     assert answers(llm, []) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    {
-        "temperature": [-1, math.nan],
-        "top_k": [-1, 1.5],
-        "top_p": [0, 1.5, math.nan],
-        "max_tokens": [0, -1, 2.5],
-        "seed": [0.5],
-    }.items(),
-)
-def test_parameters_out_of_range_are_refused(name, values):
-    for value in values:
+def test_parameters_out_of_range_are_refused():
+    wrong: dict = {"temperature": [-1, math.nan], "top_k": [-1, 1.5], "top_p": [0, 1.5, math.nan]}
+    wrong |= {"max_tokens": [0, -1, 2.5], "seed": [0.5]}
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
         with pytest.raises(ValueError, match=f"needs temperature,.*{name}={value}"):
             nano.SamplingParams(**{name: value})
 
@@ -237,29 +226,11 @@ def test_a_checkpoint_in_several_files_is_loaded_and_a_missing_tensor_is_named(t
         file.write_bytes(data)
 
 
-def test_after_an_interruption_nothing_of_the_broken_step_is_hit(qwen3, monkeypatch):
+@pytest.mark.parametrize(("part", "name", "call"), [("model_runner", "run", 0), ("scheduler", "add", 2)])
+def test_after_an_interruption_no_request_is_left_and_no_block_of_its_step_is_hit(part, name, call, qwen3):
     llm = load(qwen3)
-    expected = answers(load(qwen3))
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nano, "rotate", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            answers(llm)
-    assert answers(llm) == expected
-
-
-def test_after_an_interruption_while_requests_are_queued_none_is_left(qwen3, monkeypatch):
-    llm, calls = load(qwen3), itertools.count()
-    queue = llm.scheduler.add
-    monkeypatch.setattr(llm.scheduler, "add", lambda seq: queue(seq) if next(calls) < 2 else interrupt())
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
+    interrupted = failing_calls(getattr(llm, part), name, {call}, KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
         answers(llm)
     assert not llm.scheduler.waiting
     assert answers(llm) == answers(load(qwen3))
@@ -323,9 +294,8 @@ def test_without_a_seed_answers_differ_and_any_integer_is_a_seed(qwen3):
     llm = load(qwen3)
     assert len(set(map(tuple, answers(llm, [[1, 2, 3]] * 8, temperature=1.0)))) == 8
     for seed in -1, 2**64, 10**30, np.int64(-5):
-        assert answers(llm, [[1]], temperature=1.0, seed=seed) == answers(
-            llm, [[1]], temperature=1.0, seed=seed
-        )
+        once, again = (answers(llm, [[1]], temperature=1.0, seed=seed) for _ in range(2))
+        assert once == again
 
 
 # ---- The laws, and a ledger of every slot --------------------------------------------------------
@@ -433,9 +403,8 @@ def walk(module, seed, num_steps=80):
         check_laws(as_engine(scheduler, seqs))
     while scheduler.waiting or scheduler.running:
         chunks = scheduler.schedule()
-        scheduler.update(
-            chunks, [next_token(module, c.seq.seed, c.seq.token_ids) for c in chunks if c.samples]
-        )
+        tokens = [next_token(module, c.seq.seed, c.seq.token_ids) for c in chunks if c.samples]
+        scheduler.update(chunks, tokens)
     assert manager.num_free_blocks == num_blocks
     for seq in seqs:
         known = seq.token_ids[: seq.num_prompt_tokens]
@@ -595,24 +564,16 @@ def flash(monkeypatch):
     return doubles.calls
 
 
-@pytest.mark.parametrize(
-    ("settings", "enforce_eager"),
-    [
-        *(({}, False), ({"max_num_batched_tokens": 3}, True), ({"num_kvcache_blocks": 3}, False)),
-        pytest.param({}, True, marks=pytest.mark.slow),
-        pytest.param({"max_num_batched_tokens": 3}, False, marks=pytest.mark.slow),
-        pytest.param({"num_kvcache_blocks": 3}, True, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+FLASH = [({}, False), ({"max_num_batched_tokens": 3}, True), ({"num_kvcache_blocks": 3}, False)]
+FLASH += slow(*((settings, not enforce_eager) for settings, enforce_eager in FLASH))
+
+
+@pytest.mark.parametrize(("settings", "enforce_eager"), FLASH, ids=str)
 def test_flash_attn_and_graphs_compute_the_same_tokens(settings, enforce_eager, flash, qwen3, monkeypatch):
-    prompts = (
-        PROMPTS if "max_num_batched_tokens" in settings else [*PROMPTS, *random_prompts([250, 256, 300])]
-    )
-    prompts = [*prompts, prompts[-1]]
-    llm = load(
-        qwen3, enforce_eager=enforce_eager, max_num_seqs=20, **{"kvcache_block_size": None, **settings}
-    )
+    long = [] if "max_num_batched_tokens" in settings else random_prompts([250, 256, 300])
+    prompts = [*PROMPTS, *long]
+    prompts.append(prompts[-1])
+    llm = load(qwen3, enforce_eager=enforce_eager, max_num_seqs=20, kvcache_block_size=None, **settings)
     assert llm.scheduler.block_manager.block_size == 256
     sizes = [3, 2, 1] if "max_num_batched_tokens" in settings else [20, 16, 8, 4, 2, 1]
     assert list(llm.model_runner.graphs) == ([] if enforce_eager else sizes)
@@ -636,9 +597,7 @@ def test_more_decodes_than_the_largest_graph_run_without_one(flash, qwen3, monke
     assert found == answers(load(qwen3), prompts)
 
 
-def test_nothing_in_a_step_waits_for_the_gpu_but_the_reading_of_its_tokens(
-    flash, qwen3, monkeypatch, request
-):
+def test_nothing_in_a_step_waits_for_the_gpu_but_the_reading_of_tokens(flash, qwen3, monkeypatch, request):
     fake = pytest.importorskip("tests.backends.test_fake_cuda", reason="PyTorch 2.9")
     request.getfixturevalue("cuda_guard")
     runner = load(qwen3, dtype="float32", enforce_eager=True, kvcache_block_size=256).model_runner
@@ -647,11 +606,7 @@ def test_nothing_in_a_step_waits_for_the_gpu_but_the_reading_of_its_tokens(
     )
     monkeypatch.setattr(nano, "flash_attn_varlen_func", lambda q, k, v, *lens, **_: fake.attend(q, *lens[:2]))
     model, device = runner.model, torch.device("cuda", 0)
-    params = [
-        nano.SamplingParams(temperature=0),
-        nano.SamplingParams(top_k=5),
-        nano.SamplingParams(top_p=0.5),
-    ]
+    params = [nano.SamplingParams(**one) for one in ({"temperature": 0}, {"top_k": 5}, {"top_p": 0.5})]
     seqs = [nano.Sequence([1] * 9, one, 9, block_table=[i]) for i, one in enumerate(params)]
     read = []
     with fake.FakeTensorMode(allow_non_fake_inputs=True):
@@ -775,10 +730,8 @@ def run(monkeypatch, *arguments):
 
 def test_the_command_answers_questions_as_one_batch(monkeypatch, capsys):
     run(monkeypatch, "What is 27 + 58?", "Count from 3 to 6.")
-    assert (
-        capsys.readouterr().out
-        == "Q: What is 27 + 58?\nA: 27 + 58 = 85\n\nQ: Count from 3 to 6.\nA: 3 4 5 6\n\n"
-    )
+    said = "Q: What is 27 + 58?\nA: 27 + 58 = 85\n\nQ: Count from 3 to 6.\nA: 3 4 5 6\n\n"
+    assert capsys.readouterr().out == said
 
 
 def test_the_command_says_that_a_checkpoint_has_no_tokenizer(monkeypatch, qwen3):
@@ -818,17 +771,8 @@ def test_the_file_has_at_most_750_lines_and_imports_nothing_of_ours():
     text = SOURCE.read_text()
     assert len(text.splitlines()) <= 750
     imported = re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE)
-    ours = {
-        "torch",
-        "numpy",
-        "xxhash",
-        "safetensors",
-        "transformers",
-        "tqdm",
-        "huggingface_hub",
-        "flash_attn",
-    }
-    assert set(imported) <= ours | set(sys.stdlib_module_names)
+    others = "torch numpy xxhash safetensors transformers tqdm huggingface_hub flash_attn"
+    assert set(imported) <= {*others.split()} | set(sys.stdlib_module_names)
 
 
 def test_a_copy_of_the_file_without_the_bundled_model_asks_for_one(tmp_path, monkeypatch, capsys):
