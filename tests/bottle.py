@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import deque
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -207,14 +207,8 @@ class EngineThread:
 def virtual(loop: Loop):
     """Give the engine this loop's clock, queue and thread, and a model that is a `Chain`."""
 
-    def start(opened, before_forward):
-        return start_chain(opened, loop, before_forward)
-
-    def thread_of(**named):
-        return EngineThread(**named)
-
     numbers = random.Random(loop.rng.random())
-    fakes = SimpleNamespace(Lock=threading.Lock, Thread=thread_of)
+    fakes = SimpleNamespace(Lock=threading.Lock, Thread=EngineThread)
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(loop._asyncgen_firstiter_hook, loop._asyncgen_finalizer_hook)
     with pytest.MonkeyPatch.context() as patch:
@@ -227,7 +221,7 @@ def virtual(loop: Loop):
         patch.setattr(signal, "getsignal", lambda number: None)
         patch.setattr("nanoengine.async_llm.queue", SimpleNamespace(SimpleQueue=lambda: Commands(loop)))
         patch.setattr("nanoengine.async_llm.threading", fakes)
-        patch.setattr("nanoengine.assembly.start_runner", start)
+        patch.setattr("nanoengine.assembly.start_runner", partial(start_chain, loop))
         patch.setattr("nanoengine.assembly.open_checkpoint", lambda *_, **__: demo())
         patch.setattr("nanoengine.extensions.structured.token_masks.Grammars", lambda *_: grammars())
         try:
@@ -339,7 +333,7 @@ def laid_out(metadata: Any, size: int) -> Any:
     return metadata, size
 
 
-def start_chain(opened: Opened, loop: Any, before_forward: Any) -> Started:
+def start_chain(loop: Any, opened: Opened, before_forward: Any) -> Started:
     """Return a runner of a `Chain` in place of a model's."""
     config: Any = opened.config
     specs = [KVSpec(1, 1, 1, torch.int64)]

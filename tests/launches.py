@@ -21,8 +21,6 @@ TARGETS: dict[str, tuple[tuple[Any, ...], int]] = {
     "sm90": (("cuda", 90, 32), 227 << 10),
     "gfx942": (("hip", "gfx942", 64), 64 << 10),
 }
-
-
 OPTIONS: list[str] = ["num_stages", "num_warps", "enable_fp_fusion"]
 # Patterns of what orders memory in PTX, and what replaces them in a mutant.
 MUTATIONS: dict[str, tuple[str, Callable[[Any], str]]] = {

@@ -26,7 +26,6 @@ TIMEOUT = 300.0  # seconds until a test gives up; a busy machine may need many
 http = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_keepalive_connections=0))
 COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
 
-
 TEMPLATE = """
 {%- if tools %}<|system|># Tools
 {% for tool in tools %}{{ tool | tojson }}
