@@ -19,9 +19,9 @@ def compute(manager: BlockManager, seq) -> None:
     manager.register_full_blocks(seq, len(seq.token_ids))
 
 
-def leave_registered_and_free(manager: BlockManager, count: int):
-    """Register `count` sequences of one block each, then free them in order."""
-    seqs = [make_sequence(i, [i] * 4) for i in range(count)]
+def leave_registered_and_free(manager: BlockManager, *prompts: list[int]) -> list:
+    """Register sequences with these prompts, then free them in order."""
+    seqs = [make_sequence(i, prompt) for i, prompt in enumerate(prompts)]
     for seq in seqs:
         compute(manager, seq)
     for seq in seqs:
@@ -90,22 +90,15 @@ def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
 
 def test_tails_are_evicted_before_prefixes():
     manager = manager_of(num_blocks=3)
-    seq = make_sequence(0, list(range(12)))
-    compute(manager, seq)
-    manager.free(seq)
-    other = make_sequence(1, [99])
-    assert admit(manager, other) == [3]
+    leave_registered_and_free(manager, list(range(12)))
+    assert admit(manager, make_sequence(1, [99])) == [3]
     assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(12))))] == [1, 2]
 
 
 @pytest.mark.parametrize(("second", "hits_the_first"), [([2] * 4, True), ([2] * 3, False)])
 def test_a_block_that_is_not_full_or_was_hit_longer_ago_is_reused_first(second, hits_the_first):
     manager = manager_of(num_blocks=2)
-    seqs = make_sequence(0, [1] * 4), make_sequence(1, second)
-    for seq in seqs:
-        compute(manager, seq)
-    for seq in seqs:
-        manager.free(seq)
+    seqs = leave_registered_and_free(manager, [1] * 4, second)
     if hits_the_first:
         admit(manager, seqs[0])
         manager.free(seqs[0])
@@ -142,7 +135,7 @@ def test_a_hit_among_the_free_blocks_costs_the_same_in_any_pool():
     lines = []
     for num_blocks in (10, 1000):
         manager = manager_of(num_blocks=num_blocks)
-        leave_registered_and_free(manager, num_blocks)
+        leave_registered_and_free(manager, *([i] * 4 for i in range(num_blocks)))
         rng = random.Random(0)
         for _ in range(1000):
             seq = make_sequence(0, [rng.randrange(num_blocks)] * 4)
@@ -169,9 +162,7 @@ def state(manager):
 
 def test_refused_allocation_changes_nothing():
     manager = manager_of(num_blocks=2)
-    first = make_sequence(0, [1] * 4)
-    compute(manager, first)
-    manager.free(first)
+    leave_registered_and_free(manager, [1] * 4)
     before = state(manager)
     big = make_sequence(1, [1] * 12)
     assert len(manager.find_prefix(big)) == 1

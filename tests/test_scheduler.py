@@ -127,18 +127,16 @@ def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_p
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_prompt_tokens", "length"),
+    ("settings", "prompt_len", "length"),
     [
         ({"num_blocks": 2}, 3, 9),  # eight in the cache, and one sampled from the eighth
         ({"num_blocks": 2}, 8, 9),
         ({"max_model_len": 6}, 3, 6),
     ],
 )
-def test_a_sequence_ends_with_length_at_the_end_of_the_pool_or_max_model_len(
-    settings, num_prompt_tokens, length
-):
+def test_a_sequence_ends_with_length_at_the_end_of_the_pool_or_max_model_len(settings, prompt_len, length):
     scheduler = make_scheduler(**settings)
-    seq = make_sequence(0, [*range(num_prompt_tokens)], max_tokens=None)
+    seq = make_sequence(0, [*range(prompt_len)], max_tokens=None)
     scheduler.add(seq)
     while is_busy(scheduler):
         run_step(scheduler)
