@@ -16,7 +16,7 @@ from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, choose_formats
 from nanoengine.chat.tool_choice import ToolChoice
 from nanoengine.server.openai_api import ChatRequest, CompletionRequest
-from tests.helpers import DEMO, byte_tokenizer, table_checkpoint
+from tests.helpers import DEMO, byte_tokenizer, slow, table_checkpoint
 from tests.serving import scripted
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -180,16 +180,14 @@ def test_the_size_of_pieces_does_not_change_the_parsed_answer(formats, text, exp
 
 EXAMPLE = f"{CODER}<parameter=a>\n1\n</parameter>\n<parameter=b>2</parameter>\n</function>\n</tool_call>"
 CODER_END = "</function>\n</tool_call>"
+TO_ADD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 # A call with a string argument, as each format writes it
 CALLS = {
     "hermes": lambda note: f"<tool_call>\n{noted(note)}\n</tool_call>\n",
     "qwen3_coder": lambda note: f"{CODER}<parameter=note>\n{note}\n</parameter>\n{CODER_END}\n",
     "mistral": lambda note: "[TOOL_CALLS]add[ARGS]" + json.dumps({"note": note}, ensure_ascii=False),
     "mistral list": lambda note: f"[TOOL_CALLS][{noted(note)}]",
-    "harmony": lambda note: (
-        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
-        f"{json.dumps({'note': note})}<|call|>"
-    ),
+    "harmony": lambda note: f"{TO_ADD}{json.dumps({'note': note})}<|call|>",
     "gemma4": lambda note: f'<|tool_call>call:add{{note:<|"|>{note}<|"|>}}<tool_call|>',
     "functiongemma": lambda note: (
         f"<start_function_call>call:add{{note:<escape>{note}<escape>}}<end_function_call>"
@@ -306,7 +304,6 @@ WORDS_OF_ANSWERS = ["\n", "\n```\n", " ", "thought\n", '{"name": "add", "argumen
 WORDS_OF_ANSWERS += [" to=functions.add", CODER, CODER_END, "<parameter=note>\n", '{"note": "', "<escape>}"]
 WORDS_OF_ANSWERS += TAGS_OF_ANSWERS.split()
 WORDS_OF_ANSWERS += [word for word in WORDS_OF_VALUES if word[0] in "<["]
-
 
 MARKERS = {
     "deepseek_r1": r"\s*</?think>\s*",
@@ -479,14 +476,12 @@ def test_arguments_written_as_text_get_the_types_of_their_schema(schema, written
     for more in ({}, {"properties": {}, "additionalProperties": schema}):
         if more and "#/properties" in str(schema):
             continue
-        tool = {"type": "function", "function": {"name": "f", "parameters": parameters | more}}
+        tool = {"type": "function", "function": {"name": "add", "parameters": parameters | more}}
         for text, value in written.items():
-            call = (
-                f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
-            )
+            call = f"{CODER}<parameter=x>\n{text}\n</parameter>\n{CODER_END}"
             found = taken_apart(parser_of("qwen3_coder", tools=[tool]), [call])
-            assert found == [("tool_calls", {"name": "f", "arguments": {"x": value}})]
-            call = f"<tool_call>{json.dumps({'name': 'f', 'arguments': {'x': text}})}</tool_call>"
+            assert found == [("tool_calls", {"name": "add", "arguments": {"x": value}})]
+            call = f"<tool_call>{json.dumps({'name': 'add', 'arguments': {'x': text}})}</tool_call>"
             ((_, read),) = taken_apart(parser_of("hermes", tools=[tool]), [call])
             if "string" in str(schema.get("type")) if isinstance(schema, dict) else True:
                 assert read["arguments"] == {"x": text}
@@ -532,8 +527,7 @@ MARKS |= {"Gemma 3": "", "gpt-oss": "<|channel|>", "DeepSeek R1": "<think>"}
 
 
 @pytest.mark.parametrize(
-    "model",
-    [pytest.param(x, marks=() if x in ("Qwen 3", "Mistral", "gpt-oss") else pytest.mark.slow) for x in MARKS],
+    "model", ["Qwen 3", "Mistral", "gpt-oss", *slow("Llama 3.1", "Gemma 3", "DeepSeek R1")]
 )
 def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model, tmp_path):
     """After thinking, too: the end of a thought is a token of its own, and no special one."""

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from nanoengine.chat.templates import render_chats
 from nanoengine.server.openai_api import ChatRequest
 from nanoengine.server.responses import messages_of
-from tests.helpers import DEMO
+from tests.helpers import DEMO, slow
 from tests.serving import TEMPLATE, held_steps, http, post, scripted
 
 HELLO: dict = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
@@ -238,10 +238,7 @@ def test_structured_output_follows_a_thought_that_the_request_began(client, scri
 # ---- streams that stay open ----
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["chat/completions", *(pytest.param(x, marks=pytest.mark.slow) for x in ("completions", "responses"))],
-)
+@pytest.mark.parametrize("path", ["chat/completions", *slow("completions", "responses")])
 def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, url, service, client, script, monkeypatch):
     monkeypatch.setattr("nanoengine.server.service.KEEP_ALIVE_SECONDS", 0.05)
     script.says = {"Hello": "Hi."}
@@ -290,10 +287,7 @@ def test_with_response_format_a_tool_can_still_be_called(choice, thought, format
     assert (message.content, getattr(message, "reasoning", "")) == (None, "Hm." if thought else "")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["<tool_call>", *(pytest.param(x, marks=pytest.mark.slow) for x in ("additional", ADD_TEXT[:12], "x"))],
-)
+@pytest.mark.parametrize("name", ["<tool_call>", *slow("additional", ADD_TEXT[:12], "x")])
 def test_with_tools_an_answer_still_fits_its_format(name, formatted, script):
     _, client = formatted
     for text in (json.dumps({"name": name}), "I would rather talk."):

@@ -374,7 +374,6 @@ def test_a_prompt_that_is_too_long_is_counted(url):
 
 @pytest.mark.parametrize("path", ["messages", "messages/count_tokens", "messages/batches"])
 def test_the_guard_refuses_in_anthropic_s_form_too(path, url, service, monkeypatch):
-
     def refused(**more):
         answer = http.post(f"{url}/v1/{path}", json=HELLO | more)
         return answer.status_code, answer.json()["error"]["type"], answer.json()["type"]

@@ -178,11 +178,7 @@ def test_noop_values_are_accepted(client):
         ({"input": [{"type": "function_call_output"}]}, "input", r"input\[0\] must be a message or a"),
         ({"input": [{"role": "user", "content": 5}]}, "input", r"input\[0\].content must be text .*got 5"),
         ({"input": [{"role": "user"}]}, "input", r"input\[0\].content must be text"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input",
-            "of type input_text, got",
-        ),
+        ({"input": [ASKED | {"content": [{"type": "input_image"}]}]}, "input", "of type input_text, got"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -69,7 +69,7 @@ def test_a_prompt_is_tokenized_and_checked_once_in_a_thread_of_the_service(clien
     assert list(map(len, threads.values())) == [1, 1]
 
 
-WITH_IDS = {"return_token_ids": True}
+WITH_IDS, JSON = {"return_token_ids": True}, {"content-type": "application/json"}
 
 
 def stream_lines(response):
@@ -389,7 +389,7 @@ def test_a_bad_request_is_refused_by_its_field(changes, param, message, url):
     is_chat = "messages" in changes
     body = json.dumps({"max_tokens": 1, **({} if is_chat else {"prompt": "a"}), **changes})
     path = "chat/completions" if is_chat else "completions"
-    answer = http.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+    answer = http.post(f"{url}/v1/{path}", content=body, headers=JSON)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert (message if is_chat else param) in error["message"]
@@ -423,7 +423,7 @@ def test_bans_that_leave_no_token_are_refused(asked, param, stream, url):
     "body", [b"", b"{", b"[]", b"nul", b"\xff\xfe", b"[" * 10**5, b'{"prompt": 1e999}', b"9" * 10_000]
 )
 def test_a_malformed_body_is_a_bad_request(body, url):
-    answer = http.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    answer = http.post(f"{url}/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -516,9 +516,7 @@ def test_tokenize_and_detokenize_are_the_tokenizer_s(url, llm):
     assert http.post(f"{url}/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello there"}
     chat = http.post(f"{url}/tokenize", json={"messages": QUESTION}).json()
     assert chat["tokens"] == llm.render_chat(QUESTION)[0]["prompt_token_ids"]
-    half = http.post(
-        f"{url}/tokenize", content=b'{"prompt": "a\\ud800"}', headers={"content-type": "application/json"}
-    )
+    half = http.post(f"{url}/tokenize", content=b'{"prompt": "a\\ud800"}', headers=JSON)
     assert half.json()["error"]["message"].startswith("prompt must be valid Unicode")
     for path, body in ("tokenize", {}), ("detokenize", {"tokens": [-1]}), ("detokenize", {"tokens": [10**9]}):
         assert http.post(f"{url}/{path}", json=body).status_code == 400
@@ -683,7 +681,7 @@ def test_a_body_that_is_too_large_is_refused(is_chunked, guarded):
             yield b" " * 10_000
 
     content = chunks() if is_chunked else b" " * 1_000_000
-    headers = {"content-type": "application/json", **KEY}
+    headers = JSON | KEY
     answer = http.post(f"{url}/v1/completions", content=content, headers=headers)
     assert (answer.status_code, "at most 1000" in answer.json()["error"]["message"]) == (413, True)
     exact = json.dumps({"prompt": "a", "max_tokens": 1}).ljust(1000)
