@@ -158,12 +158,7 @@ TURNS = {
     "gemma": ({"eos": "<eos>"}, "<bos> <eos> <end_of_turn>", "<s> </s>", "<eos> <end_of_turn>"),
     "gemma 4": ({}, "</s> <eos> <turn|> <|tool_response>", "", "<eos> <turn|> <|tool_response>"),
     "harmony": ({"eos": "<|return|>"}, HARMONY, "", f"<|return|> {TEXT_END} <|call|>"),
-    "harmony, stated": (
-        {"eos": "<|return|>", "eot": "<|end|>"},
-        HARMONY,
-        "",
-        f"<|return|> {TEXT_END} <|call|>",
-    ),
+    "harmony, eot": ({"eos": "<|return|>", "eot": "<|end|>"}, HARMONY, "", f"<|return|> {TEXT_END} <|call|>"),
     "solar": ({"eos": "<|flush|>"}, SOLAR, "", "<|flush|> <|endoftext|> <|calls|>"),
     "no call": ({"eos": "<|return|>"}, "<|return|> <|end|>", "", "<|return|> <|end|>"),
     "stated alone": ({"eos": "a", "eot": "b", "eom": "c"}, "<x>", "a b c", "a b c"),

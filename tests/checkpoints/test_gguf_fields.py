@@ -235,8 +235,6 @@ def test_a_field_changes_the_config_as_it_changes_a_model_made_by_hand(case, tmp
 
 
 SERVED = ["stablelm", "nemotron", "gemma3", "qwen3moe"]  # the others take too long for every run
-
-
 OTHERS = [[name, {}, {}] for name in MODELS if name not in SERVED]
 OF_DECODER = [[*case] for case in CASES if case[0] in OWN]  # decoder.py reads these configs
 

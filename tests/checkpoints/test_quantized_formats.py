@@ -292,20 +292,14 @@ def test_modelopt_may_state_fp8_in_a_file_of_its_own(tmp_path):
     check_equal(model, tmp_path)
 
 
-def as_part(path, stated):
-    """Turn a checkpoint into a multimodal one, whose language model's config alone says the format."""
-    fields = json.loads((path / "config.json").read_text()) | {"quantization_config": stated}
-    whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": fields}
-    (path / "config.json").write_text(json.dumps(whole))
-    tensors = load_file(path / "model.safetensors")
-    save_file({f"language_model.{name}": x for name, x in tensors.items()}, path / "model.safetensors")
-
-
 @pytest.mark.parametrize("name", ["gptq", *slow("awq", "fp8", "nf4")])
 def test_the_config_of_a_language_model_may_state_its_format(name, tmp_path):
     stated, writer, _ = CHECKPOINTS[name]
     model = write(tmp_path, stated, writer, hf_model("llama without gqa"))
-    as_part(tmp_path, stated)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    config.write_text(json.dumps({**whole, "text_config": json.loads(config.read_text())}))
+    save_file({f"language_model.{name}": x for name, x in load_file(file).items()}, file)
     check_equal(model, tmp_path)
 
 
@@ -462,8 +456,6 @@ NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "
 NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 NAMES |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
 NAMES |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-
-
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
