@@ -86,9 +86,7 @@ async def test_outputs_of_a_step_reach_an_event_loop_in_one_call(engine, prompts
 
 
 @with_engine(max_num_seqs=4)
-async def test_outputs_are_sent_when_the_next_forward_pass_begins_or_when_none_follows(
-    engine, prompts, tokens
-):
+async def test_outputs_are_sent_when_the_next_forward_pass_begins_or_none_follows(engine, prompts, tokens):
     """Only then does the event loop have the interpreter lock for itself."""
     events, runner, scheduler = [], engine.llm_engine.runner, engine.llm_engine.scheduler
 
@@ -324,10 +322,8 @@ def test_dead_thread_ends_all_requests(qwen3, expected):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("structured_outputs", [None, {"regex": "[ab]+"}])
-def test_a_signal_that_comes_as_a_lock_is_taken_reaches_the_caller_and_stops_no_thread(
-    structured_outputs, monkeypatch, caplog
-):
+@pytest.mark.parametrize("form", [None, {"regex": "[ab]+"}])
+def test_a_signal_as_a_lock_is_taken_reaches_the_caller_and_stops_no_thread(form, monkeypatch, caplog):
     """A lock of concurrent.futures stays locked if the exception comes just after it is taken."""
     count, at, enter, main_thread = 0, -1, threading.Condition.__enter__, threading.get_ident()
 
@@ -344,7 +340,7 @@ def test_a_signal_that_comes_as_a_lock_is_taken_reaches_the_caller_and_stops_no_
         raise InterruptedError
 
     async def ask(engine):
-        asked = SamplingParams(temperature=0, max_tokens=2, structured_outputs=structured_outputs)
+        asked = SamplingParams(temperature=0, max_tokens=2, structured_outputs=form)
         async for out in engine.generate("Hi", asked, "0"):
             token_ids = out.outputs[0].token_ids
         return token_ids

@@ -15,6 +15,7 @@ from tests.helpers import (
     failing_calls,
     finish,
     random_prompts,
+    slow,
     tokens_of,
 )
 
@@ -111,22 +112,13 @@ ENGINES: dict[str, dict] = {
     "in chunks": {"max_num_seqs": 9, "max_num_batched_tokens": 7},  # not all that run fit in a step
 }
 ENGINES |= {f"{name}, async": {**one, "async_scheduling": True} for name, one in ENGINES.items()}
-
-
 ENGINES["drafts"] = {"speculative_config": NGRAM}
 BY_DEFAULT = "alone, async", "preempted, async", "in chunks", "drafts"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(one, marks=[] if name in BY_DEFAULT else pytest.mark.slow)
-        for name, one in ENGINES.items()
-    ],
-    ids=ENGINES,
-)
-def test_penalized_tokens_are_those_of_transformers(settings, penalized, monkeypatch):
-    path, prompts, params, expected = penalized
+@pytest.mark.parametrize("name", [*BY_DEFAULT, *slow(*(x for x in ENGINES if x not in BY_DEFAULT))])
+def test_penalized_tokens_are_those_of_transformers(name, penalized, monkeypatch):
+    settings, (path, prompts, params, expected) = ENGINES[name], penalized
     for module in ("sampling.sampler", "engine"):
         monkeypatch.setattr(f"nanoengine.{module}.MAX_ROWS", 4)  # a sequence's drafts fall into two parts
     monkeypatch.setattr("nanoengine.sampling.penalties.MAX_ENTRIES", 60)

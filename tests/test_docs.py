@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import docs
 from docs import settings
+from docs.beam_search import beam_search
 from docs.figures import PICTURES
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.flags import describe
@@ -118,8 +119,6 @@ def test_the_engine_of_lessons_1_2_and_4_gives_the_tokens_of_transformers():
 
 
 def check_beam_search(llm, model, prompt, num_beams, ends):
-    from docs.beam_search import beam_search
-
     beams = {"num_beams": num_beams, "num_return_sequences": num_beams, "do_sample": False}
     ids = torch.tensor([prompt])
     beams |= {"max_new_tokens": 12, "eos_token_id": ends, "attention_mask": torch.ones_like(ids)}
@@ -147,8 +146,6 @@ def test_beam_search_equals_transformers_with_any_number_of_end_tokens(num_beams
 
 
 def test_beam_search_that_needs_more_logprobs_than_allowed_names_the_limit_before_the_first_step():
-    from docs.beam_search import beam_search
-
     with LLM(DEMO, num_kv_blocks=8, max_logprobs=15) as llm:
         assert len(llm.llm_engine.checkpoint.eos_token_ids) == 2
         assert len(beam_search(llm, [1], 5, 2)) == 5
@@ -159,8 +156,6 @@ def test_beam_search_that_needs_more_logprobs_than_allowed_names_the_limit_befor
 
 
 def test_beam_search_with_more_candidates_than_tokens_takes_them_all(tmp_path):
-    from docs.beam_search import beam_search
-
     with LLM(str(chain_checkpoint(tmp_path, "abc")), num_kv_blocks=200, max_logprobs=-1) as llm:
         outputs = beam_search(llm, [97], 130, 2)  # 260 candidates of 257 tokens
         assert outputs[0] == [98, 99]

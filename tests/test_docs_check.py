@@ -1,13 +1,13 @@
 """The track to build: the solution is right, the stub is not, and the mistakes people make are caught."""
 
 import faulthandler
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -45,9 +45,7 @@ def mistakes():
 
 
 MISTAKES = list(mistakes())
-FIRST = {
-    lesson: what for lesson, what, *_ in reversed(MISTAKES) if lesson != "all"
-}  # the others are slow tests
+FIRST = {lesson: what for lesson, what, *_ in reversed(MISTAKES) if lesson != "all"}  # the others are slow
 assert all(right in RIGHT[lesson] for lesson, _, right, _ in MISTAKES)
 
 
@@ -252,9 +250,7 @@ def test_a_student_s_kernel_is_checked_in_another_process(right, wrong, what, tm
     assert what in printed.out + printed.err
 
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 def wrong_kernel(path, right, wrong):

@@ -180,8 +180,6 @@ prompt = st.one_of(
     st.lists(st.integers(0, 259), max_size=40),
     st.sampled_from([[7] * 2000, [260], [-1], {"prompt": None}, [1.5]]),
 )
-
-
 UNCHECKED = {"suppress_health_check": list(HealthCheck)}
 
 

@@ -25,8 +25,6 @@ from tests.worlds import World
 GUIDE = Path(__file__).parent.parent / "docs" / "guide" / "scheduling.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
 POLICY = "nanoengine.lab.policies.shortest:ShortestFirst"
 LENGTHS = [20, 50, 20]
 SMALL = {"num_kv_blocks": 7, "block_size": 8}  # each needs a third block in the same step, and one is free

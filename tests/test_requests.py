@@ -412,7 +412,7 @@ def test_prompt_that_fits_is_never_rejected(which, unit, num, max_model_len):
 
 
 @pytest.mark.parametrize("beginning", ["", " " * 2**18])
-def test_prompt_of_megabytes_is_rejected_before_it_is_tokenized(beginning, monkeypatch):
+def test_prompt_of_megabytes_is_rejected_before_it_is_tokenized(beginning, demo, monkeypatch):
     num_chars = 0
     encode = PreTrainedTokenizerFast._encode_plus
 
@@ -422,13 +422,12 @@ def test_prompt_of_megabytes_is_rejected_before_it_is_tokenized(beginning, monke
         return encode(self, text, *arguments, **settings)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting)
-    with LLM(DEMO, num_kv_blocks=20) as llm:
-        text = beginning + "a b c " * 2**20
-        for ask in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}])):
-            num_chars = 0
-            with pytest.raises(ValueError, match=r"prompt has \d+ characters, which is too many tokens for"):
-                ask(text)
-            assert num_chars < len(beginning) + 2**16
+    text = beginning + "a b c " * 2**20
+    for ask in (demo.generate, lambda text: demo.chat([{"role": "user", "content": text}])):
+        num_chars = 0
+        with pytest.raises(ValueError, match=r"prompt has \d+ characters, which is too many tokens for"):
+            ask(text)
+        assert num_chars < len(beginning) + 2**16
 
 
 def test_text_of_usual_length_is_tokenized_once(monkeypatch):

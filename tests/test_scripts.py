@@ -12,8 +12,6 @@ from nanoengine import LLM
 from tests.test_structure import imports_of
 
 ROOT = Path(__file__).parent.parent
-
-
 BENCH = ["--num-requests", "9", "--prompt-len", "3", "20", "--output-len", "30", "60"]
 
 

@@ -209,9 +209,7 @@ def test_a_timeout_while_kernels_are_compiled_does_not_mean_that_there_are_none(
     assert device._no_kernels is None
 
 
-def test_a_timeout_in_a_chat_template_a_tokenizer_or_a_processor_is_no_failure_of_theirs(
-    limit, babbler, alphabet, monkeypatch
-):
+def test_a_timeout_in_a_chat_template_a_tokenizer_or_a_processor_is_no_failure(limit, alphabet, monkeypatch):
     def slow(token_ids, logits):
         signal.raise_signal(signal.SIGALRM)
         return logits

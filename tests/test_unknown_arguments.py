@@ -21,8 +21,6 @@ KINDS = "ENGINE", "SAMPLING", "SERVER", "REQUEST"
 IGNORED = {name for kind in KINDS for name in getattr(unknown_arguments, f"{kind}_IGNORES")}
 # Names of vLLM that the rule takes for typos of served ones
 TYPOS = "long_prefill_token_threshold_adaptive", "max_num_scheduled_tokens", "reasoning_parser_plugin"
-
-
 PARSER = make_parser()  # making one takes longer than its use
 
 

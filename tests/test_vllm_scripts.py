@@ -274,9 +274,7 @@ def test_the_time_to_the_first_token_is_recorded_when_it_arrives_and_an_abort_as
     assert counts_of(engine)["request_prompt_tokens"] == 0, "it still runs"
     engine.step()
     engine.abort_request(["waits"])
-    counts = counts_of(engine)
-    seen = {name for name, count in counts.items() if count}
-    assert seen == {
+    assert {name for name, count in counts_of(engine).items() if count} == {
         *("time_to_first_token_seconds", "request_prompt_tokens", "request_generation_tokens"),
         *("request_params_n", "request_params_max_tokens", "e2e_request_latency_seconds"),
     }

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers import slow
 from tests.worlds import ONE, SMALL, Search
 
 # Smaller ones by default, in place of worlds that take seconds
@@ -15,10 +16,7 @@ SMALLER = {
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [
-        *((name, SMALLER.get(name, {})) for name in SMALL),
-        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in SMALLER),
-    ],
+    [*((name, SMALLER.get(name, {})) for name in SMALL), *slow(*((name, {}) for name in SMALLER))],
 )
 def test_every_reachable_state_of_a_small_world_keeps_the_laws(name, changes):
     assert Search(SMALL[name]._replace(**changes)).run() > 30

@@ -289,8 +289,6 @@ def test_the_command_bench_serves_its_workload_and_reports_rates_latencies_and_r
 
 
 PLACE = {"cpu": "A CPU", "instructions": "AVX2", "gpu": None, "cores": 2, "threads": 2, "memory_gib": 8.0}
-
-
 CPU_TRICKS = [name for name, trick in TRICKS.items() if "cpu" in trick.devices]
 
 
@@ -368,7 +366,6 @@ def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, mo
 
 
 def test_the_engine_serves_every_built_in_shape(tmp_path):
-
     for name, config in SHAPES.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))

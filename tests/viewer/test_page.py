@@ -16,7 +16,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.cli.run import QUESTIONS
 from nanoengine.viewer import trace_page as viewer
 from tests.browser import seen_at
-from tests.helpers import DEMO
+from tests.helpers import DEMO, slow
 from tests.serving import wait_until
 from tests.viewer.test_viewer import CLIPPED, text_of
 
@@ -146,9 +146,7 @@ def compare(ours: list, theirs: list, where: str) -> set:
     return happened
 
 
-@pytest.mark.parametrize(
-    "seeds", [(5, 8), pytest.param(range(30), marks=pytest.mark.slow)], ids=["two", "thirty"]
-)
+@pytest.mark.parametrize("seeds", [(5, 8), *slow(range(30))], ids=["two", "thirty"])
 def test_tokens_and_steps_of_random_workloads_are_those_of_the_engine(seeds, model, rounded):
     workloads, happened = [random_workload(seed) for seed in seeds], set()
     played = node("data.map(one => runAll(one, model))", workloads, model)
@@ -204,8 +202,6 @@ STEP_TO_THE_END = """
         done(steps.map(({inside, ...step}) => ({...step, inside: {inputs: inside.inputs}})));
     })();
 """
-
-
 CONTROLS = """
     const all = [...document.querySelectorAll("button, input, select, [role=img]")];
     return all.filter(one => one.checkVisibility());
