@@ -346,9 +346,11 @@ def finish(llm: LLM) -> dict[str, Any]:
     return finished
 
 
-def make_sequence(seq_id: int, token_ids: list[int], priority: int = 0, **params) -> Sequence:
+def make_sequence(seq_id: int, token_ids: list[int], priority: int = 0, block_table=(), **params) -> Sequence:
     params.setdefault("max_tokens", 100)
-    return Sequence(seq_id, token_ids, SamplingParams(**params), priority=priority)
+    seq = Sequence(seq_id, token_ids, SamplingParams(**params), priority=priority)
+    seq.block_table = [*block_table]
+    return seq
 
 
 def make_scheduler(

@@ -26,8 +26,7 @@ def test_the_counts_end_with_the_largest_step_and_are_few(largest):
 
 
 def test_padding_is_written_to_the_null_block_and_seen_by_no_sequence():
-    seq = make_sequence(0, [5, 6, 7])
-    seq.block_table = [3]
+    seq = make_sequence(0, [5, 6, 7], block_table=[3])
     inputs = build_inputs(batch_of((seq, 0, 3)), 16)
     padded = pad_tokens(inputs, 8)
     assert padded.input_ids.tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
@@ -84,8 +83,7 @@ def test_a_step_with_a_prompt_is_one_replay_and_one_call_of_attention_a_layer(in
     with LLM(qwen3, **SIZES) as llm:
         runner = llm.llm_engine.runner
         monkeypatch.setattr(runner.model, "forward", None)  # nothing of the model is called
-        seq = make_sequence(0, [1, 2, 3] * 30)
-        seq.block_table = [1]
+        seq = make_sequence(0, [1, 2, 3] * 30, block_table=[1])
         in_float32.clear()
         runner.launch(batch_of((seq, 0, 90)))
         num_layers = len(runner.caches)
@@ -95,8 +93,7 @@ def test_a_step_with_a_prompt_is_one_replay_and_one_call_of_attention_a_layer(in
 def test_decodes_of_more_sequences_than_the_largest_graph_are_replayed_too(in_float32, qwen3, monkeypatch):
     monkeypatch.setattr("nanoengine.backends.cuda.graph_sizes", lambda largest: [1])
     with LLM(qwen3, **SIZES) as llm:
-        seq = make_sequence(0, [1, 2, 3])
-        seq.block_table = [1]
+        seq = make_sequence(0, [1, 2, 3], block_table=[1])
         in_float32.clear()
         llm.llm_engine.runner.launch(batch_of(*[(seq, 2, 3)] * 9))
     assert in_float32["piece"] > 0

@@ -14,16 +14,10 @@ def arrays_of(inputs):
     return [value for value in inputs if isinstance(value, np.ndarray)]
 
 
-def sequence(seq_id: int, token_ids: list[int], block_table: list[int], num_hit_tokens: int = 0):
-    seq = make_sequence(seq_id, token_ids)
-    seq.block_table, seq.num_hit_tokens = block_table, num_hit_tokens
-    return seq
-
-
 def test_a_mixed_batch_is_laid_out_flat():
-    decode = sequence(0, [10, 11, 12, 13, 14], [7, 2])
-    chunk = sequence(1, [20, 21, 22, 23, 24, 25, 26], [3, 5])
-    prompt = sequence(2, [30, 31], [9])
+    decode = make_sequence(0, [10, 11, 12, 13, 14], block_table=[7, 2])
+    chunk = make_sequence(1, [20, 21, 22, 23, 24, 25, 26], block_table=[3, 5])
+    prompt = make_sequence(2, [30, 31], block_table=[9])
     inputs = build_inputs(batch_of((decode, 4, 5), (chunk, 2, 6), (prompt, 0, 2)), 4)
     assert inputs.input_ids.tolist() == [14, 22, 23, 24, 25, 30, 31]
     assert inputs.positions.tolist() == [4, 2, 3, 4, 5, 0, 1]
@@ -40,10 +34,10 @@ def test_a_mixed_batch_is_laid_out_flat():
 
 
 def test_needed_rows_are_the_sampled_ones_and_whole_prompts_with_logprobs():
-    decode = sequence(0, [10, 11, 12], [7])
-    chunk = sequence(1, [20, 21, 22, 23, 24, 25, 26], [3, 5])
-    prompt = sequence(2, [30, 31], [9])
-    asked = sequence(3, [40, 41, 42, 43], [8])
+    decode = make_sequence(0, [10, 11, 12], block_table=[7])
+    chunk = make_sequence(1, [20, 21, 22, 23, 24, 25, 26], block_table=[3, 5])
+    prompt = make_sequence(2, [30, 31], block_table=[9])
+    asked = make_sequence(3, [40, 41, 42, 43], block_table=[8])
     asked.prompt_logprobs = 0
     batch = batch_of((decode, 2, 3), (chunk, 2, 6), (prompt, 0, 2), (asked, 0, 3))
     assert build_inputs(batch, 4).metadata.needed_rows.tolist() == [0, 6, 7, 8, 9]
@@ -51,22 +45,21 @@ def test_needed_rows_are_the_sampled_ones_and_whole_prompts_with_logprobs():
 
 
 def test_decodes_at_the_beginning_of_a_batch_are_counted():
-    one, two, three = (make_sequence(i, [1] * 5) for i in range(3))
-    for seq in (one, two, three):
-        seq.block_table = [1, 2]
+    one, two, three = (make_sequence(i, [1] * 5, block_table=[1, 2]) for i in range(3))
     a, b, chunk = (one, 4, 5), (two, 2, 3), (three, 1, 3)
     for chunks, expected in [((a, b), 2), ((a, b, chunk), 2), ((a, chunk, b), 1), ((chunk, a), 0)]:
         assert build_inputs(batch_of(*chunks), 4).metadata.num_leading_decodes == expected
 
 
 def test_a_batch_has_cached_tokens_if_any_sequence_does():
-    one, two = sequence(0, [1, 2, 3], [7]), sequence(1, [4, 5, 6], [3])
+    one, two = make_sequence(0, [1, 2, 3], block_table=[7]), make_sequence(1, [4, 5, 6], block_table=[3])
     assert not build_inputs(batch_of((one, 0, 3), (two, 0, 2)), 4).metadata.has_cached_tokens
     assert build_inputs(batch_of((one, 0, 3), (two, 1, 2)), 4).metadata.has_cached_tokens
 
 
 def test_decodes_are_padded_with_sequences_in_the_null_block():
-    first, second = sequence(0, [10, 11, 12, 13, 14], [7, 2]), sequence(1, [20], [3])
+    first = make_sequence(0, [10, 11, 12, 13, 14], block_table=[7, 2])
+    second = make_sequence(1, [20], block_table=[3])
     inputs = build_inputs(batch_of((first, 4, 5), (second, 0, 1)), 4)
     padded = pad_decodes(inputs, 4, 3, 4)
     assert padded.input_ids.tolist() == [14, 20, 0, 0]
