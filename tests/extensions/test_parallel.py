@@ -172,12 +172,10 @@ def test_with_fewer_kv_heads_than_ranks_several_ranks_share_one():
 
 
 def test_indivisible_heads_are_refused_and_the_error_has_the_numbers():
-    for num_heads, num_kv_heads, size in (4, 2, 3), (6, 2, 3), (12, 4, 6), (4, 4, 8):
-        said = (
-            f"{num_heads} attention heads and {num_kv_heads} key/value heads .* tensor_parallel_size={size}"
-        )
+    for heads, kv_heads, size in (4, 2, 3), (6, 2, 3), (12, 4, 6), (4, 4, 8):
+        said = f"{heads} attention heads and {kv_heads} key/value heads .* tensor_parallel_size={size}"
         with pytest.raises(ValueError, match=said):
-            shard_of(0, size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            shard_of(0, size, num_heads=heads, num_kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +225,7 @@ def sent_between_ranks(order):
 
 
 def test_a_step_arrives_as_it_was_sent():
-    seqs = [make_sequence(i, [*range(9)]) for i in range(3)]
-    for seq in seqs:
-        seq.block_table = [seq.seq_id + 1, 7, 8]
+    seqs = [make_sequence(i, [*range(9)], block_table=[i + 1, 7, 8]) for i in range(3)]
     batch = batch_of((seqs[0], 2, 9), (seqs[1], 8, 9), (seqs[2], 9, 10))
     sent = build_inputs(batch, 4, batch_of((seqs[2], 0, 9)))
     got = sent_between_ranks(sent)
