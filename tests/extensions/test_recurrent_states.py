@@ -12,15 +12,7 @@ from nanoengine.backends.device import Attention
 from nanoengine.backends.step_inputs import BIN_SLOT, NUM_RESERVED_SLOTS, ZERO_SLOT
 from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.models.recurrent import _scan_of_mamba
-from tests.helpers import (
-    VARIED_SETTINGS,
-    batch_of,
-    check_greedy,
-    make_sequence,
-    random_prompts,
-    run_step,
-    tokens_of,
-)
+from tests.helpers import VARIED_SETTINGS, batch_of, check_greedy, make_sequence, random_prompts, tokens_of
 from tests.laws import check_laws
 from tests.model_table import small_config, small_model
 from tests.sampling.test_sampler import LiveBytes
@@ -274,8 +266,7 @@ def test_a_recomputed_output_is_a_span_of_its_own():
 
 def test_a_trial_batch_reads_zeros_and_discards_its_states():
     runner = StatefulRunner(2, None, None, Attention(None, None, []), None, 4)
-    decode, chunk = make_sequence(0, [1]), make_sequence(1, [1, 2])
-    decode.block_table = chunk.block_table = [0]
+    decode, chunk = make_sequence(0, [1], block_table=[0]), make_sequence(1, [1, 2], block_table=[0])
     inputs = runner.build_inputs(batch_of((decode, 0, 1), (chunk, 0, 2)))
     rows, sources, targets, parts = inputs.states
     assert (rows.tolist(), sources.tolist(), targets.tolist()) == ([0], [ZERO_SLOT], [BIN_SLOT])
@@ -348,9 +339,7 @@ def test_memory_is_shared_between_states_and_blocks(served):
 
 def test_a_state_that_includes_the_whole_prompt_is_no_hit():
     """The last prompt token is computed again for its logits, and the state would then include it twice."""
-    manager = StatefulBlockManager(8, 4, num_state_slots=6, windows=(None,), max_chunk_tokens=99)
-    scheduler = StatefulScheduler(manager, spans={})
+    manager = manager_of(num_state_slots=6, num_blocks=8)
     for seq_id in (0, 1):
-        scheduler.add(make_sequence(seq_id, list(range(8)), max_tokens=2))
-        assert run_step(scheduler).chunks[0][1:3] == (0, 8)
-        assert run_step(scheduler).chunks[0][1:3] == (8, 9)
+        steps = spans_of(manager, sequence(seq_id, range(8), max_tokens=2))
+        assert [(spans[0][0], spans[-1][1]) for spans in steps] == [(0, 8), (8, 9)]
