@@ -465,25 +465,6 @@ def test_without_a_compiler_pytorch_runs(compiler, reason, tmp_path, monkeypatch
         assert len(llm.generate([5], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
 
 
-def test_a_plain_weight_is_freed_before_the_next_is_packed(monkeypatch):
-    """Or a model would need twice its memory to be loaded."""
-    linears = [nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(3)]
-    model = nn.Sequential(nn.Embedding(4, 4), *linears)
-    model[0].weight = model[1][0].weight
-    del linears
-    plain: list[weakref.ref[nn.Module]] = []
-
-    def pack(layer, *_):
-        assert not any(other() for other in plain)
-        plain.append(weakref.ref(layer))
-        return nn.Identity()
-
-    monkeypatch.setattr("nanoengine.backends.cpu.packed_layers.pack_linear", pack)
-    pack_weights(model, None)
-    assert [type(layer[0]) for layer in model[1:]] == [nn.Identity] * 3
-    assert len(plain) == 3
-
-
 def test_a_layer_in_two_places_is_packed_once():
     layer, kernels = nn.Linear(4, 4, bias=False).requires_grad_(False), Kernels()
     model = nn.ModuleList([nn.Sequential(layer), nn.Sequential(layer), nn.Sequential(nn.Embedding(4, 4))])
