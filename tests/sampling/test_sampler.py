@@ -35,10 +35,7 @@ def test_an_error_about_a_bad_field_names_it_and_its_value(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("logit_bias", {100: 1.0}),
-        *[(f"{kind}_token_ids", [5, 100]) for kind in ("allowed", "forced", "stop")],
-    ],
+    [("logit_bias", {100: 1.0}), *((f"{x}_token_ids", [5, 100]) for x in ("allowed", "forced", "stop"))],
 )
 def test_token_ids_outside_the_vocabulary_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
@@ -124,15 +121,6 @@ def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed(vocab_siz
     logits[[0, 31, 32, 500, 999]] = torch.tensor([0.1, 1.0, 0.5, 0.7, 0.3])
     drawn = counts(8000 if vocab_size < 2000 else 400, logits=logits)
     assert chi_square_fits(drawn, logits.double().softmax(0).tolist())
-
-
-def test_a_row_samples_the_same_alone_and_in_any_batch():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(16, 500, generator=generator)
-    choices = [{}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.0}, {"min_p": 0.1, "temperature": 2.0}]
-    rows = [row(seed=i, token_ids=range(i + 1), **choices[i % 5]) for i in range(16)]
-    together = sample(logits, rows)[0]
-    assert together == [sample(logits[i : i + 1], [rows[i]])[0][0] for i in range(16)]
 
 
 def test_edits_and_reports_of_a_row_are_the_same_alone_and_in_any_batch():
@@ -468,10 +456,6 @@ def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(stride, monk
     assert peak_processed * 256 * 151_936 <= 3 << 28
 
 
-def many_rows(count=8, vocab=1 << 17, **fields):
-    return torch.randn(count, vocab).bfloat16(), metadata_of([row(**fields)] * count)
-
-
 class Operators(Work):
     """Also counts the operators."""
 
@@ -482,29 +466,26 @@ class Operators(Work):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def test_with_top_k_all_rows_are_read_twice_and_everything_else_is_about_the_selected_columns(monkeypatch):
+@pytest.mark.parametrize(
+    ("fields", "kernels", "most_passes", "most_calls"),
+    [
+        # The largest of rows and of chunks, and 20 chunks of each row
+        ({"top_k": 20, "top_p": 0.95}, (), 4, 100),
+        ({}, (lambda chunks, *_: torch.zeros(len(chunks), dtype=torch.int64),), 1.2, 15),
+    ],
+)
+def test_few_passes_read_all_logits(fields, kernels, most_passes, most_calls, monkeypatch):
     monkeypatch.setattr("nanoengine.sampling.sampler.CACHED_LOGITS", 1 << 30)  # all rows at once, as on a GPU
-    logits, metadata = many_rows(temperature=0.6, top_k=20, top_p=0.95)
+    logits = torch.randn(8, 1 << 17).bfloat16()
     with Operators() as work:
-        draw_rows(logits, metadata)
-    assert work.entries < 4 * logits.numel()  # the largest of rows and of chunks, and 20 chunks of each row
-    assert work.calls < 100
+        draw_rows(logits, metadata_of([row(temperature=0.6, **fields)] * 8), *kernels)
+    assert work.entries < most_passes * logits.numel()
+    assert work.calls < most_calls
 
 
-def test_at_temperature_alone_a_kernel_leaves_one_pass_to_pytorch(monkeypatch):
-    monkeypatch.setattr("nanoengine.sampling.sampler.CACHED_LOGITS", 1 << 30)
-    logits, metadata = many_rows(temperature=0.6)
-    with Operators() as work:
-        draw_rows(logits, metadata, lambda chunks, *_: torch.zeros(len(chunks), dtype=torch.int64))
-    assert work.entries < 1.2 * logits.numel()
-    assert work.calls < 15
-
-
-def test_rows_of_all_kinds_get_the_tokens_that_they_get_alone():
+def test_a_row_samples_the_same_alone_and_in_any_batch():
     fields = [{"temperature": 0}, {}, {"top_k": 3}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9}]
     fields += [{"min_p": 0.2}, {"top_k": 2000}, {"temperature": 0.01, "top_k": 1}]
-    rows = [replace(row(**f), seed=i) for i, f in enumerate(fields * 3)]
+    rows = [row(seed=i, token_ids=range(i + 1), **f) for i, f in enumerate(fields * 3)]
     logits = torch.randn(len(rows), 3000).bfloat16()  # with many equal logits
-    together = draw_rows(logits, RowSettings(rows).metadata([3] * len(rows)))[0]
-    alone = [draw_rows(logits[i : i + 1], RowSettings([one]).metadata([3]))[0] for i, one in enumerate(rows)]
-    assert torch.equal(together, torch.cat(alone))
+    assert sample(logits, rows)[0] == [sample(logits[i : i + 1], [one])[0][0] for i, one in enumerate(rows)]
