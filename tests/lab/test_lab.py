@@ -33,13 +33,6 @@ from tests.helpers import DEMO, make_scheduler
 COST = CostModel(step=1.0, token=0.1, context=0.01)
 
 
-def random_arrivals(num_requests: int, rate: float, seed: int = 0, **settings) -> list[Arrival]:
-    lengths = parse_lengths("1-40"), parse_lengths("1-12")
-    drawn = generate_arrivals(num_requests, rate, *lengths, seed=seed, **settings)
-    rng = random.Random(seed)
-    return [arrival._replace(priority=rng.randrange(3)) for arrival in drawn]
-
-
 # ---- times ---------------------------------------------------------------------------------------
 
 
@@ -253,16 +246,15 @@ def test_policies_decide_which_requests_wait():
 def test_a_better_priority_takes_the_place_of_a_running_request(limits):
     """There is room for one at a time. The urgent request begins at once, and then the first one goes on."""
     trace = [Arrival(0, 8, 8, priority=1), Arrival(2, 8, 2), Arrival(2, 8, 2, priority=1)]
-    reports = {
-        name: simulate(
-            make_scheduler(**{"num_blocks": 20} | limits, scheduler=POLICIES[name]), trace, CostModel(1, 0, 0)
-        )
+    limits = {"num_blocks": 20} | limits
+    fcfs, priority = (
+        simulate(make_scheduler(**limits, scheduler=POLICIES[name]), trace, CostModel(1, 0, 0))
         for name in ("fcfs", "priority")
-    }
-    assert reports["fcfs"].ttft[1] > 4
-    assert reports["priority"].ttft.tolist()[:2] == [1, 1]
-    assert reports["priority"].num_preemptions >= 1
-    assert reports["priority"].num_recomputed_tokens > 0
+    )
+    assert fcfs.ttft[1] > 4
+    assert priority.ttft.tolist()[:2] == [1, 1]
+    assert priority.num_preemptions >= 1
+    assert priority.num_recomputed_tokens > 0
 
 
 def test_the_request_with_the_most_cached_tokens_is_admitted_first():
@@ -310,7 +302,9 @@ def test_other_lengths_are_refused(text):
 
 
 def test_a_file_of_arrivals_is_read_in_order_of_time(tmp_path):
-    arrivals = random_arrivals(20, 1.0, num_prefixes=2, num_prefix_tokens=3)
+    lengths = parse_lengths("1-40"), parse_lengths("1-12")
+    drawn = generate_arrivals(20, 1.0, *lengths, num_prefixes=2, num_prefix_tokens=3)
+    arrivals = [arrival._replace(priority=number % 3) for number, arrival in enumerate(drawn)]
     path = tmp_path / "arrivals.jsonl"
     path.write_text("".join(json.dumps(arrival._asdict()) + "\n" for arrival in reversed(arrivals)))
     assert read_arrivals(str(path)) == arrivals
