@@ -149,9 +149,7 @@ def test_layers_may_store_differently_wide_keys(paged_model, monkeypatch):
 
 @pytest.mark.parametrize(("family", "is_warned"), [("Roberta", True), ("Bert", False)])
 def test_positions_that_differ_from_the_trained_ones_are_logged(family, is_warned, caplog):
-    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    settings |= {"num_attention_heads": 2, "max_position_embeddings": 40, "is_decoder": True}
-    config = getattr(transformers, f"{family}Config")(**settings)
+    config = getattr(transformers, f"{family}Config")(**TINY | {"pad_token_id": 1}, is_decoder=True)
     implementation = attention_implementation(config)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     HFModel(model.eval())
@@ -301,35 +299,21 @@ def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
         refuse(tmp_path, r"config.json.*attention_chunk_size", load_format="dummy")
 
 
-class _Mixing(nn.Module):
-    """A norm that mixes each token with the one before it, as a convolution would."""
-
-    def forward(self, x):
-        return x + x.roll(1, dims=1)
-
-
 def test_a_model_that_mixes_tokens_outside_attention_is_refused(paged_model):
+    """Here a norm mixes each token with the one before it, as a convolution would."""
     model = paged_model("olmo")
     HFModel(model)
-    model.model.layers[1].post_attention_layernorm = _Mixing()
+    model.model.layers[1].post_attention_layernorm.forward = lambda x: x + x.roll(1, dims=1)
     with pytest.raises(UnsupportedModelError, match="tokens interact outside attention"):
         HFModel(model)
 
 
-class _CountingPositions(nn.Module):
-    """Rotary embedding that counts positions from the beginning of the batch, as if it were one sequence."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x, position_ids):
-        return self.inner(x, torch.arange(x.shape[1]).unsqueeze(0) + position_ids[:, :1])
-
-
 def test_a_model_that_takes_positions_from_the_place_in_the_batch_is_refused(paged_model):
+    """Here rotary embedding counts from the beginning of the batch, as if it were one sequence."""
     model = paged_model("olmo")
-    model.model.rotary_emb = _CountingPositions(model.model.rotary_emb)
+    rotary = model.model.rotary_emb
+    rotate = rotary.forward
+    rotary.forward = lambda x, position_ids: rotate(x, torch.arange(x.shape[1])[None] + position_ids[:, :1])
     with pytest.raises(UnsupportedModelError, match="takes a token's index in the batch for its position"):
         HFModel(model)
 
