@@ -136,10 +136,7 @@ DAMAGES = [
     (lambda path: (path / WEIGHTS).rename(path / "model.bin"), r"holds no \*\.safetensors; pickled weights"),
     (content(GPTQ, {"bits": 4, "group_size": 128}), "config.json says gptq, but no"),
     (content(GPTQ, {"bits": 3}), "quantized with gptq, and its bits is 3; supported: 4, 8"),
-    (
-        content("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
-        "its quant_algo is 'NVFP4'; ",
-    ),
+    (content("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}), "quant_algo is 'NVFP4'; "),
 ]
 
 
@@ -154,10 +151,8 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_by_field_tensor_or_file(c
 def test_a_resized_vocabulary_is_refused_with_the_setting_that_loads_it(copy):
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         change_tensors(copy, lambda t, name=name: t.update({name: torch.cat((t[name], t[name][:2]))}))
-    words = (
-        r"has shape \(130, 64\), the config requires \(128, 64\); give hf_overrides=\{\"vocab_size\": 130}"
-    )
-    refuse(copy, words)
+    shapes = r"has shape \(130, 64\), the config requires \(128, 64\)"
+    refuse(copy, shapes + r"; give hf_overrides=\{\"vocab_size\": 130}")
     with LLM(str(copy), num_kv_blocks=4, hf_overrides={"vocab_size": 130}) as llm:
         assert llm.llm_engine.checkpoint.vocab_size == 130
 
@@ -613,9 +608,8 @@ def test_a_config_that_states_no_end_has_none(kind, tmp_path):
     for stated, ends in ((None, ()), (3, (3,)), ([4, 3], (4, 3)), (WITH_END[kind], (WITH_END[kind],))):
         assert ends_of(tmp_path, {**config, "eos_token_id": stated}) == ends
     for changed, ends in (([6, 5], (6, 5)), (None, ())):
-        assert (
-            ends_of(tmp_path, {**config, "eos_token_id": 3}, hf_overrides={"eos_token_id": changed}) == ends
-        )
+        given = {"eos_token_id": changed}
+        assert ends_of(tmp_path, {**config, "eos_token_id": 3}, hf_overrides=given) == ends
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert ends_of(tmp_path, config) == (9,)
 
@@ -639,24 +633,26 @@ def test_a_multimodal_config_may_state_the_end_for_the_model_or_for_its_language
     assert ends_of(tmp_path, {**flat, "eos_token_id": 4}) == (4,)
 
 
-def length(family, **changes):
+OF_64 = {"rope_parameters": {**YARN, "original_max_position_embeddings": 64}}
+LINEAR_BY_4 = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+BY_LAYER = {"full_attention": LINEAR_BY_4, "sliding_attention": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("Llama", {}, 512),
+        *(("Llama", {POSITIONS: own, **OF_64}, most) for own, most in ((64, 256), (1024, 1024))),
+        *((family, {"rope_parameters": LINEAR_BY_4}, 4 * 512) for family in ("Llama", "Qwen2", "Phi")),
+        ("Gemma3Text", {"rope_parameters": BY_LAYER}, 512),  # which states the product
+        # These depend on the length.
+        ("Phi3", HF_ARCHITECTURES["phi3 longrope"][1], 128),
+        ("Llama", HF_ARCHITECTURES["llama, dynamic rope"][1], 512),
+    ],
+)
+def test_yarn_and_linear_rope_extend_the_positions_and_other_kinds_do_not(family, changes, expected):
     config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
-    return Checkpoint(Path(), config, None, None, (), {}).max_model_len
-
-
-def test_yarn_factor_extends_the_positions():
-    yarn = {**YARN, "original_max_position_embeddings": 64}
-    assert length("Llama") == 512
-    assert length("Llama", max_position_embeddings=64, rope_parameters=yarn) == 256
-    assert length("Llama", max_position_embeddings=1024, rope_parameters=yarn) == 1024
-
-
-def test_linear_rope_extends_the_positions_unless_the_config_states_the_product():
-    linear = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
-    for family in ("Llama", "Qwen2", "Phi"):
-        assert length(family, **linear) == 4 * 512
-    full = {"full_attention": linear["rope_parameters"], "sliding_attention": {"rope_type": "default"}}
-    assert length("Gemma3Text", rope_parameters=full) == 512
+    assert Checkpoint(Path(), config, None, None, (), {}).max_model_len == expected
 
 
 SPELLINGS = ("Llama", "LLaMA"), ("Llama", "Yi"), ("Llama", "Mistral"), ("Qwen2", "Qwen"), ("Gemma", "GEMMA")
@@ -688,14 +684,6 @@ def test_a_complete_file_is_read_beside_a_stale_index_or_a_variant(copy):
     index.unlink()
     (copy / "model.safetensors").rename(copy / "model-1.safetensors")
     refuse(copy, r"twice, in model-1.safetensors and model.fp16.safetensors")
-
-
-def test_rope_that_depends_on_the_length_limits_the_positions(tmp_path):
-    long_rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    long_rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    assert length("Phi3", rope_parameters=long_rope, original_max_position_embeddings=64) == 64
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    assert length("Llama", rope_parameters=dynamic) == 512
 
 
 def test_model_without_positions_needs_max_model_len(copy, monkeypatch):
