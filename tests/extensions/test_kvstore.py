@@ -29,14 +29,7 @@ from nanoengine.backends.device import Download
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.engine import Sequence
 from nanoengine.extensions.kvstore import connector as kvstore
-from nanoengine.extensions.kvstore.connector import (
-    KVConnector,
-    Snapshot,
-    StoringBlockManager,
-    StoringCore,
-    decode,
-    encode,
-)
+from nanoengine.extensions.kvstore.connector import StoringBlockManager, StoringCore, decode, encode
 from nanoengine.extensions.kvstore.stores import DirectoryStore, RedisStore
 from tests.helpers import DEMO, check_greedy, checkpoint, random_prompts, tokens_of
 from tests.laws import check_blocks, check_laws
@@ -654,7 +647,7 @@ def test_a_redis_store_works_and_its_end_fails_no_request(qwen3, tmp_path, caplo
 # ---- The scheduler with a store, at random -------------------------------------------------------
 
 
-class LedgerConnector(KVConnector):
+class LedgerConnector(kvstore.KVConnector):
     """Copies between the store and a world's ledger, in which a number stands for what a slot holds."""
 
     def __init__(self, store, world, windows, block_size):
@@ -678,7 +671,7 @@ class LedgerConnector(KVConnector):
             self.contents += [held for row in slots for held in row]
             rows = torch.tensor(numbers, dtype=torch.float32).view(-1, size, 1, 1)
             groups.append([Download(rows), Download(rows)])
-        return Snapshot(filled, groups, Download(torch.ones(len(ids), dtype=torch.bool)), 0)
+        return kvstore.Snapshot(filled, groups, Download(torch.ones(len(ids), dtype=torch.bool)), 0)
 
     def _write_block(self, layers, block_id, data):
         numbers = data.view(torch.float32).tolist()
