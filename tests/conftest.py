@@ -2,15 +2,11 @@
 
 import gc
 import os
-import sys
 
 # Read when PyTorch loads OpenMP: threads that spin at a barrier starve the tests of other workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Garbage collections take a third of the time in which pytest imports all tests.
 gc.disable()
-# What is compiled here serves the other workers, and the processes that tests start.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_configure(config):
