@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu.build import FLAGS, LEVELS, V4, NoKernelsError, digest, load_library
+from nanoengine.backends.cpu.build import FLAGS, LEVELS, SOURCE, V4, NoKernelsError, digest, load_library
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cpu.kernels import TYPES, Kernels
 from nanoengine.backends.cpu.packed_layers import pack_weights
@@ -369,6 +370,15 @@ def test_kernels_use_one_thread_if_the_compiler_does_not_support_openmp(tmp_path
         device = llm.llm_engine.runner.device
         assert device.kernels.silu_and_mul(torch.ones(1, 2)).item() == pytest.approx(0.731059)
         assert not Kernels().was_compiled
+
+
+@pytest.mark.slow
+def test_clang_understands_the_kernels():
+    """Clang does not allow all that GCC does, such as structured bindings in lambdas of a parallel region."""
+    clang = shutil.which("clang++") or pytest.skip("needs clang++")
+    subprocess.run(
+        [clang, "-fsyntax-only", "-std=c++17", "-fopenmp-simd", "-DTYPES=7", str(SOURCE)], check=True
+    )
 
 
 HANGING = '[ "$1" = --version ] && exit\nsleep 987 & echo $! > "$0.pid"\nwait\n'

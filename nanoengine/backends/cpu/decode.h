@@ -391,9 +391,9 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
     std::vector<float> scales(HAS_SCALES ? most * 2 * K * SPAN : 0);  // of each member: the keys', then the values'
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < tasks.size(); i++) {
-      const auto& [begin, low, common, from, to] = tasks[i];
-      int64_t n = to - from;
-      const Member* all = &members[from];
+      const Task& task = tasks[i];
+      int64_t begin = task.begin, n = task.to - task.from;
+      const Member* all = &members[task.from];
       auto row_of = [&](int64_t m, int64_t head) { return (head / G * n + m) * G + head % G; };
       // Calls use(slots, first member, number of members) for what all share, then for the rest of each.
       auto each_part = [&](auto use) {
@@ -401,8 +401,8 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
           const int32_t* table = block_tables + all[m].sequence * blocks;
           if (low < high) use(Slots(table, begin, low, high, B), m, count);
         };
-        call(0, n, low, common);
-        for (int64_t m = 0; m < n; m++) call(m, 1, common, all[m].high);
+        call(0, n, task.low, task.common);
+        for (int64_t m = 0; m < n; m++) call(m, 1, task.common, all[m].high);
       };
       for (int64_t m = 0; m < n; m++)
         for (int64_t head = 0; head < H; head++) {
