@@ -682,8 +682,8 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
 }
 
 #ifdef MAY_HAVE_AMX
-// Computes the same with AMX, for bf16. In turn, as many rows are multiplied as fit into the L2 cache. So that more fit, long
-// rows are multiplied by AMX_PART plain weights in turn, and meanwhile the sums of all blocks wait in memory.
+// Computes the same with AMX, for bf16, in turns of as many rows as fit into the L2 cache. So that more rows fit, plain
+// weights with many inputs are multiplied AMX_PART inputs at a time; between these parts, all sums wait in memory.
 template <class W>
 static void product_by_amx(bf16* out, const bf16* x, const W* packed, Form form, const bf16* bias, int64_t T, int64_t I,
                            int64_t N) {
@@ -708,7 +708,7 @@ static void product_by_amx(bf16* out, const bf16* x, const W* packed, Form form,
     alignas(64) float sums[2 * HEIGHT * OUTPUTS];
     static thread_local aligned<bf16> kept_wide;
     bf16* wide = room_for(IS_SCALED ? I * OUTPUTS : 0, kept_wide);
-    Amx amx(height, std::min(group, DEPTH), group % DEPTH, true, in_pairs);
+    Amx tiles(height, std::min(group, DEPTH), group % DEPTH, true, in_pairs);
     for_blocks(T, num_blocks, [&](int64_t index) {
       const int64_t first = index * OUTPUTS, num_outputs = std::min(OUTPUTS, N - first);
       const char* block = (const char*)packed + index * block_bytes + input * OUTPUTS * sizeof(bf16);
