@@ -26,6 +26,7 @@ import nanoengine
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.assembly_types import Opened
 from nanoengine.backends.cpu.cpu_device import CPU
+from nanoengine.backends.device import Device
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.engine import build_inputs
 from nanoengine.extensions.parallel import rank_processes
@@ -474,6 +475,14 @@ def answer_until_lost(llm, act):
 
     llm.llm_engine.runner.launch = launch_and_act
     llm.generate([[1, 2, 3]] * 4, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
+
+
+def test_what_is_read_after_a_rank_was_lost_is_not_returned():
+    ranks = parallel.Ranks.__new__(parallel.Ranks)
+    ranks._workers, ranks.lost = None, "rank 1 terminated"
+    device = parallel.ParallelDevice(ranks, Device.__new__(Device))
+    with pytest.raises(EngineDeadError, match="rank 1"), device.running():
+        pass
 
 
 @SLOW
