@@ -86,10 +86,6 @@ static inline V add_neighbors(const V* parts) {
   else return add_pairs(add_neighbors<N / 2>(parts), add_neighbors<N / 2>(parts + N / 2), EachLane());
 }
 
-static void add_scaled(float* __restrict sum, const float* __restrict row, float factor, int64_t n) {
-  for (int64_t i = 0; i < n; i++) sum[i] += factor * row[i];
-}
-
 static inline float add_up(floats lanes) {
   for (int n = 1; n < LANES; n *= 2) lanes = add_pairs(lanes, lanes, EachLane());
   return lanes[0];
@@ -208,16 +204,13 @@ struct HeadRows {
 
 // Adds the values of a span, weighted relative to the span's own peak, to the sums of earlier spans. The one with the
 // smaller peak is scaled down first: flash-attention (https://arxiv.org/abs/2205.14135).
-ONE_COPY void merge(float* sums, float& peak, float& total, const float* of_span, float span_peak, float span_total,
-                    int64_t n) {
+ONE_COPY void merge(float* __restrict sums, float& peak, float& total, const float* __restrict of_span,
+                    float span_peak, float span_total, int64_t n) {
   float before = peak;
   peak = std::max(peak, span_peak);
   float kept = fast_exp(before - peak), added = fast_exp(span_peak - peak);
-  total *= kept;
-  add_scaled(&total, &span_total, added, 1);
-  if (kept != 1)
-    for (int64_t i = 0; i < n; i++) sums[i] *= kept;
-  add_scaled(sums, of_span, added, n);
+  total = total * kept + span_total * added;
+  for (int64_t i = 0; i < n; i++) sums[i] = sums[i] * kept + of_span[i] * added;
 }
 
 template <class X>
@@ -235,45 +228,51 @@ static void prefill_attention(X* out, const X* q, const Cached<X>* k_cache, cons
                               int64_t Dv, int64_t B, float scale, int64_t window, float softcap, const float* sinks,
                               const float* slopes) {
   using A = Input<X>;  // type of q, K, weights and V in the products
-  constexpr int64_t QUERIES = 128, PAIR = STEP<A>;
-  const bool by_amx = HAS_AMX && std::is_same_v<A, bf16>;
+  constexpr int64_t PAIR = STEP<A>, MOST_ROWS = 2 * HEIGHT;
+  const bool by_amx = HAS_AMX && std::is_same_v<A, bf16>, in_pairs = by_amx && D % DEPTH == 0;
+  const int64_t height = by_amx ? HEIGHT * (1 + in_pairs) : ROWS;
+  const int64_t in_part = T < 1024 ? 128 : 256;  // tokens; K and V are packed again for each part
   const int64_t together = by_amx ? DEPTH : PAIR;  // number of tokens whose values are added at once
   auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
   int64_t G = H / K, query_width = padded(D, PAIR), value_width = padded(Dv, OUTPUTS);
-  int64_t num_parts = (T + QUERIES - 1) / QUERIES;
+  int64_t num_parts = (T + in_part - 1) / in_part;
 #pragma omp parallel
   {
-    aligned<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
-    aligned<A> values(SPAN * value_width), weights(HEIGHT * ROW);
-    aligned<float> scores(HEIGHT * ROW), sums(G * QUERIES * value_width);
-    aligned<float> peak(G * QUERIES), total(G * QUERIES), of_span(HEIGHT * value_width);
-    std::array<std::pair<float, float>, HEIGHT> span_totals;  // each row's peak and sum of weights
-    std::array<bool, HEIGHT> sees;                            // whether a row sees any of the span's tokens
+    aligned<A> queries(G * in_part * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
+    aligned<A> values(SPAN * value_width), weights(MOST_ROWS * ROW);
+    aligned<float> scores(MOST_ROWS * ROW), sums(G * in_part * value_width);
+    aligned<float> peak(G * in_part), total(G * in_part), of_span(MOST_ROWS * value_width);
+    std::array<std::pair<float, float>, MOST_ROWS> span_totals;  // each row's peak and sum of weights
+    std::array<bool, MOST_ROWS> sees;                            // whether a row sees any of the span's tokens
     HeadRows<A, X> key_rows(D), value_rows(Dv);
     std::vector<typename HeadRows<A, X>::Row> zeros(Dv);
 #ifdef MAY_HAVE_AMX
     std::optional<Amx> amx;
-    if (by_amx) amx.emplace(HEIGHT, DEPTH, query_width % DEPTH);
+    if (by_amx) amx.emplace(HEIGHT, DEPTH, query_width % DEPTH, true, in_pairs);
 #endif
     auto multiply = [&](int64_t R, float* to, int64_t row, const A* x, int64_t stride, const A* block, int64_t inputs) {
 #ifdef MAY_HAVE_AMX
       if constexpr (std::is_same_v<A, bf16>)
-        if (by_amx) return multiply_plain_tile({to, row}, {to, row}, {x, stride}, block, inputs, nullptr, 0);
+        if (by_amx) {
+          alignas(64) static float start[OUTPUTS];  // zeros, for each row
+          if (R > HEIGHT) return multiply_two_tiles({to, row}, {start, 0}, {x, stride}, HEIGHT, block, inputs, nullptr, 0);
+          return multiply_plain_tile({to, row}, {start, 0}, {x, stride}, block, inputs, nullptr, 0);
+        }
 #endif
       TILES<A, A, false>[R - 1](to, row, x, stride, block, plain(inputs), nullptr, 0);
     };
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < K * num_parts; task++) {
       int64_t kv_head = task % K, part = num_parts - 1 - task / K;  // the longest first
-      int64_t rows = std::min(QUERIES, T - part * QUERIES), first = length - T + part * QUERIES, last = first + rows;
-      const X* part_q = q + (part * QUERIES * H + kv_head * G) * D;
+      int64_t rows = std::min(in_part, T - part * in_part), first = length - T + part * in_part, last = first + rows;
+      const X* part_q = q + (part * in_part * H + kv_head * G) * D;
       // Calls use(g, first row of a tile, its rows, their place in the part) for tiles of one head's queries. AMX tiles
       // always have full height; there is room after the last one.
       auto each_tile = [&](auto use) {
         for (int64_t g = 0; g < G; g++)
-          for (int64_t i = 0; i < num_tiles_of(rows, by_amx ? HEIGHT : ROWS); i++) {
-            auto [begin, end] = by_amx ? std::pair(i * HEIGHT, std::min(rows, (i + 1) * HEIGHT)) : tile_of(rows, i);
-            use(g, begin, end - begin, g * QUERIES + begin);
+          for (int64_t i = 0; i < num_tiles_of(rows, height); i++) {
+            auto [begin, end] = by_amx ? std::pair(i * height, std::min(rows, (i + 1) * height)) : tile_of(rows, i);
+            use(g, begin, end - begin, g * in_part + begin);
           }
       };
       each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
@@ -304,7 +303,7 @@ static void prefill_attention(X* out, const X* q, const Cached<X>* k_cache, cons
           int64_t position = first + row, seen = std::min(end, position + R) - begin;  // by the tile's last row
           int64_t unseen = window ? std::max<int64_t>(0, position + 1 - window - begin) / OUTPUTS * OUTPUTS : 0;
           if (seen <= unseen) return;
-          std::fill_n(scores.data(), R * ROW, 0.0f);
+          if (!by_amx) std::fill_n(scores.data(), R * ROW, 0.0f);
           for (int64_t block = unseen; block < seen; block += OUTPUTS)
             multiply(R, &scores[block], ROW, &queries[place * query_width], query_width, &keys[block * query_width],
                      query_width);
@@ -323,7 +322,7 @@ static void prefill_attention(X* out, const X* q, const Cached<X>* k_cache, cons
             std::fill(weight, weight + low, 0.0f);
             std::fill(weight + high, weight + SPAN, 0.0f);
           }
-          std::fill_n(of_span.data(), R * value_width, 0.0f);
+          if (!by_amx) std::fill_n(of_span.data(), R * value_width, 0.0f);
           int64_t inputs = padded(seen, together) - unseen;
           const A* weight_rows;
           if constexpr (std::is_same_v<A, float>) {
@@ -343,8 +342,8 @@ static void prefill_attention(X* out, const X* q, const Cached<X>* k_cache, cons
       }
       for (int64_t g = 0; g < G; g++)
         for (int64_t t = 0; t < rows; t++) {
-          int64_t r = g * QUERIES + t;
-          write_mean(out + ((part * QUERIES + t) * H + kv_head * G + g) * Dv, &sums[r * value_width], total[r], Dv);
+          int64_t r = g * in_part + t;
+          write_mean(out + ((part * in_part + t) * H + kv_head * G + g) * Dv, &sums[r * value_width], total[r], Dv);
         }
     }
   }

@@ -577,9 +577,9 @@ struct Form {
   }
 };
 
-// Calls compute(block) for each block of outputs, in a parallel region. With TURNS_FROM rows or more, threads take blocks
-// dynamically, so that a thread on a busy core gets fewer blocks. With fewer rows, memory is the bottleneck, and each
-// thread gets consecutive blocks.
+// Calls compute(block) for each block of outputs, in a parallel region. With TURNS_FROM rows or more, threads take runs of
+// blocks, shorter and shorter, so that a thread on a busy core gets fewer blocks, and the next block, which is prefetched,
+// is mostly its own. With fewer rows, memory is the bottleneck, and each thread gets the same number of blocks.
 constexpr int64_t TURNS_FROM = 64;
 template <class Compute>
 static void for_blocks(int64_t T, int64_t num_blocks, Compute compute) {
@@ -587,7 +587,7 @@ static void for_blocks(int64_t T, int64_t num_blocks, Compute compute) {
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < num_blocks; block++) compute(block);
   } else {
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(guided)
     for (int64_t block = 0; block < num_blocks; block++) compute(block);
   }
 }
