@@ -16,6 +16,7 @@ from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+import pydantic_core
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, PrivateAttr
 
@@ -34,12 +35,14 @@ MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searche
 SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
 SAMPLED -= {"detokenize", "logits_processors", "output_kind"}
 
-ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
 
 def to_json(content: Any) -> bytes:
     """Encode as JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a JSON escape."""
-    return ENCODER.encode(content).encode(errors="backslashreplace")
+    try:
+        return pydantic_core.to_json(content, inf_nan_mode="null")  # a fifth of json's time, for each token
+    except ValueError:
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        return text.encode(errors="backslashreplace")
 
 
 class JSON(JSONResponse):
