@@ -175,6 +175,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer: a client may connect and stay silent."""
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "send_chunk": self.send_chunk}  # copied to each request's state
         self.watch(self.conn.their_state is h11.IDLE)
 
     def data_received(self, data: bytes) -> None:
@@ -186,6 +187,14 @@ class Connection(H11Protocol):
         """Stop the timer, whichever side closed the connection."""
         super().connection_lost(exc)
         self.watch(False)
+
+    async def send_chunk(self, content: bytes) -> None:
+        """Send a chunk of a chunked body, without the layers of ASGI and h11: a stream has one per token."""
+        if self.flow.write_paused:
+            async with asyncio.timeout(CLIENT_SECONDS):
+                await self.flow.drain()
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
 
     def watch(self, waits: bool) -> None:
         """Start the timer while headers are incomplete. The connection is closed after CLIENT_SECONDS."""

@@ -67,13 +67,18 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. `Gate` cancels this call when the client disconnects."""
         self.last_sent = time.monotonic()
+        send_chunk = scope["state"].get("send_chunk") if scope.get("http_version") == "1.1" else None
+
+        async def send_part(content: bytes) -> None:
+            self.last_sent = time.monotonic()
+            part = {"type": "http.response.body", "body": content, "more_body": True}
+            await (send_chunk(content) if send_chunk else send(part))
 
         async def keep_alive() -> None:
             while True:
                 await asyncio.sleep(self.last_sent + KEEP_ALIVE_SECONDS - time.monotonic())
                 if time.monotonic() >= self.last_sent + KEEP_ALIVE_SECONDS:
-                    self.last_sent = time.monotonic()
-                    await send({"type": "http.response.body", "body": self.waiting, "more_body": True})
+                    await send_part(self.waiting)
 
         async with aclosing(self.events):
             start = {"status": self.status_code, "headers": self.raw_headers}
@@ -81,8 +86,7 @@ class EventStream(StreamingResponse):
             waiting = asyncio.ensure_future(keep_alive())
             try:
                 async for content in self.events:
-                    self.last_sent = time.monotonic()
-                    await send({"type": "http.response.body", "body": content, "more_body": True})
+                    await send_part(content)
             finally:
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
@@ -239,7 +243,7 @@ class Service:
 
     async def choices(self, body: Body, checked: list[CheckedRequest], ticket: Ticket) -> Choices:
         """Yield the outputs as choices, and count their tokens. Closing the generator aborts the requests."""
-        generate, prompts = self.engine.generate, enumerate(checked)
+        generate, prompts, n = self.engine.generate, enumerate(checked), checked[0].params.n
         streams = [generate(one, one.params, f"{ticket.id}-{index}") for index, one in prompts]
         num_cached = [0] * len(checked)
         try:
@@ -257,7 +261,7 @@ class Service:
                         if body.is_echo_alone:
                             completion = replace(completion, text="", token_ids=[], finish_reason="length")
                         ticket.completion_tokens += len(completion.token_ids)
-                        index = number * checked[0].params.n + completion.index
+                        index = number * n + completion.index
                         choice = body.choice(index, completion, output, self.tokens)
                         if completion.finish_reason is not None:
                             ticket.reasoning_tokens += body.num_reasoning_tokens(index, self.tokens)

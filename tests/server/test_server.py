@@ -603,6 +603,16 @@ def test_a_reader_that_stops_reading_is_disconnected(monkeypatch, caplog):
         wait_until(lambda: is_empty(service))
 
 
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(url):
+    request = post_in_bytes("/v1/completions", b'{"prompt": "a", "max_tokens": 3, "stream": true}')
+    with connected(url) as client:
+        client.sendall(request.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        body = b"".join(iter(lambda: client.recv(65536), b"")).partition(b"\r\n\r\n")[2]
+    events = body.split(b"\n\n")
+    assert all(event.startswith(b"data: {") for event in events[:-2])
+    assert events[-2:] == [b"data: [DONE]", b""]
+
+
 @pytest.fixture(scope="module")
 def guarded():
     """Yield a server with a key, little room in its queue, and small bodies."""
