@@ -193,7 +193,7 @@ class Connection(H11Protocol):
         if self.flow.write_paused:
             async with asyncio.timeout(CLIENT_SECONDS):
                 await self.flow.drain()
-        if not self.transport.is_closing():
+        if content and not self.transport.is_closing():  # an empty chunk would be the last one
             self.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
 
     def watch(self, waits: bool) -> None:

@@ -67,7 +67,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. `Gate` cancels this call when the client disconnects."""
         self.last_sent = time.monotonic()
-        send_chunk = scope["state"].get("send_chunk") if scope.get("http_version") == "1.1" else None
+        send_chunk = scope.get("state", {}).get("send_chunk") if scope.get("http_version") == "1.1" else None
 
         async def send_part(content: bytes) -> None:
             self.last_sent = time.monotonic()
