@@ -23,7 +23,7 @@ from benchmarks.machine import machine
 from benchmarks.models import SHAPES, parse_custom
 from benchmarks.report import hardware
 from benchmarks.runs import measurements
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.cli.bench import percentiles
 from nanoengine.cli.workloads import WORKLOADS, Workload
 from nanoengine.extensions.roofline import measure_limits, roofline_seconds
@@ -102,25 +102,20 @@ SHAPE = SimpleNamespace(**SIZES, head_dim=3, vocab_size=10)
 # So 304 weights, and K and V of a token are 2 * 2 * 3 = 12 numbers.
 
 
-def test_the_roofline_is_memory_traffic_where_arithmetic_is_free():
+def test_the_roofline_is_memory_traffic_or_arithmetic_and_computes_a_shared_prefix_once():
+    memory, arithmetic = {"bandwidth": 1.0, "flops": 1e30}, {"bandwidth": 1e30, "flops": 1.0}
     # Two requests, outputs 1 and 3: the prompts' pass, then two passes with the second alone, which
     # attends to 7 + 1 and 7 + 2 tokens. 16-bit numbers.
-    seconds = roofline_seconds(SHAPE, [5, 7], [1, 3], bandwidth=1.0, flops=1e30)
+    seconds = roofline_seconds(SHAPE, [5, 7], [1, 3], **memory)
     assert seconds == 2 * 304 + 2 * (304 + 12 * 8) + 2 * (304 + 12 * 9)
-    assert seconds * 2 == roofline_seconds(SHAPE, [5, 7], [1, 3], bandwidth=1.0, flops=1e30, itemsize=4)
-
-
-def test_the_roofline_is_arithmetic_where_memory_is_free():
+    assert seconds * 2 == roofline_seconds(SHAPE, [5, 7], [1, 3], **memory, itemsize=4)
     # 12 prompt tokens attend to 1 + ... + 5 and 1 + ... + 7 tokens; 4 * 2 layers * 6 for each.
     prompts = 2 * (264 * 12 + 40 * 2) + 48 * (15 + 28)
     decode = 2 * 304 + 48 * 8 + 2 * 304 + 48 * 9
-    assert roofline_seconds(SHAPE, [5, 7], [1, 3], bandwidth=1e30, flops=1.0) == prompts + decode
-
-
-def test_the_roofline_computes_a_shared_prefix_once():
+    assert roofline_seconds(SHAPE, [5, 7], [1, 3], **arithmetic) == prompts + decode
     # 3 shared tokens, then 2 and 1 of their own: attending to 1 + 2 + 3, to 4 + 5 and to 4.
     expected = 2 * (264 * 6 + 40 * 2) + 48 * (6 + 9 + 4)
-    assert roofline_seconds(SHAPE, [2, 1], [1, 1], 3, bandwidth=1e30, flops=1.0) == expected
+    assert roofline_seconds(SHAPE, [2, 1], [1, 1], 3, **arithmetic) == expected
 
 
 def layers_on_a_clock(monkeypatch, rates, launch_s=0.0):
@@ -292,40 +287,30 @@ PLACE = {"cpu": "A CPU", "instructions": "AVX2", "gpu": None, "cores": 2, "threa
 CPU_TRICKS = [name for name, trick in TRICKS.items() if "cpu" in trick.devices]
 
 
-@pytest.fixture(scope="module")
-def without():
-    """Return what an engine without a trick computes, by the trick. Each runs in a process of its own."""
+@pytest.mark.slow
+def test_the_engine_without_a_trick_gives_the_same_tokens():
+    """Each runs in a process of its own. The first has all tricks."""
     program = f"""
-import json, os
+import os
 from benchmarks.ablation import settings_of
-from nanoengine import LLM, SamplingParams
-for trick in {CPU_TRICKS}:
+from nanoengine import LLM
+for trick in ["", *{CPU_TRICKS}]:
     if os.fork():
         assert os.wait()[1] == 0, trick
         continue
     with LLM("demo", dtype="float32", num_kv_blocks=50, **settings_of({WITHOUT!r} + trick)) as llm:
-        kinds = [type(module).__name__ for module in llm.llm_engine.runner.model.modules()]
+        kinds = {{type(module).__name__ for module in llm.llm_engine.runner.model.modules()}}
         (one,) = llm.generate("What is 1", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-        print(json.dumps([one.outputs[0].token_ids, kinds, llm.llm_engine.config.batch_invariant]))
+        is_exact, token_ids = llm.llm_engine.config.batch_invariant, one.outputs[0].token_ids
+        print([token_ids, is_exact, "CompiledLayer" in kinds, "PackedLinear" in kinds])
     break
 """
     printed = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
-    return dict(zip(CPU_TRICKS, map(json.loads, printed.splitlines()), strict=True))
-
-
-@pytest.mark.parametrize("trick", CPU_TRICKS)
-@pytest.mark.slow
-def test_the_engine_without_a_trick_gives_the_same_tokens(trick, without):
-    token_ids, kinds, is_exact = without[trick]
-    assert is_exact == (trick == "inexact sums")
-    with LLM("demo", dtype="float32", num_kv_blocks=50) as llm:
-        (one,) = llm.generate("What is 1", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-        whole = llm.llm_engine.runner.device.kernels is not None
-    assert token_ids == one.outputs[0].token_ids
-    if whole:
-        has_layers, is_packed = "CompiledLayer" in kinds, "PackedLinear" in kinds
-        assert has_layers == (trick not in ("compiled kernels", "packed weights", "one call per layer"))
-        assert is_packed == (trick not in ("compiled kernels", "packed weights"))
+    (token_ids, *_, is_compiled), *rows = map(json.loads, printed.lower().splitlines())
+    for trick, row in zip(CPU_TRICKS, rows, strict=True):
+        is_packed = is_compiled and trick not in ("compiled kernels", "packed weights")
+        has_layers = is_packed and trick != "one call per layer"
+        assert row == [token_ids, trick == "inexact sums", has_layers, is_packed], trick
 
 
 def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
