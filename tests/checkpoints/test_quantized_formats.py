@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer
 
-from benchmarks.llama_cpp import write_gguf as write_for_llama_cpp
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.checkpoints.gguf import READERS
@@ -31,7 +30,6 @@ from tests.helpers import (
     TINY,
     change_tensors,
     check_greedy,
-    checkpoint,
     edit_config,
     greedy,
     hf_model,
@@ -615,15 +613,6 @@ def test_gguf_files_of_other_families(name, family, tied, tmp_path):
     with LLM(str(tmp_path), gguf_file="model.gguf", num_kv_blocks=8) as llm:
         model = llm.llm_engine.runner.model
         assert (model.embed_tokens.head[0] is model.lm_head) == tied
-
-
-@pytest.mark.parametrize("name", ["llama3 rope", "llama linear rope", "llama with biases", "qwen2 tied"])
-def test_gguf_file_checked_with_llama_cpp_computes_the_same_here(name, tmp_path, tmp_path_factory):
-    """The benchmarks' writer makes the file. Its files are checked with llama.cpp."""
-    path, reference = checkpoint(name, tmp_path_factory)
-    settings = {"model": str(path), "dtype": "float32", "load_format": "auto", "seed": 0}
-    write_for_llama_cpp(open_checkpoint(str(path)), settings, tmp_path / "model.gguf")
-    check_equal(reference, tmp_path / "model.gguf")
 
 
 def test_gguf_file_has_its_own_tokenizer_chat_template_and_eos(tmp_path):

@@ -220,17 +220,21 @@ def test_a_sequence_whose_mask_is_late_skips_steps_and_delays_no_other(num_block
         assert llm.metrics()["num_steps"] < 40 + 2 * len(late.token_ids), "no empty steps while it waits"
 
 
-def test_close_ends_the_threads_that_compute_masks(monkeypatch):
+def test_close_ends_the_threads_that_compute_masks_and_the_trial_process_ends_with_the_engine(monkeypatch):
     monkeypatch.setattr(token_masks, "SLOW_SECONDS", -1.0)
     before = {*threading.enumerate()}
     with LLM(DEMO, num_kv_blocks=40, max_model_len=64) as llm:
         answers(llm, [asking("regex", 3, temperature=2.0)])
         begun = [one for one in threading.enumerate() if one not in before and "Executor" in one.name]
+        process = llm.llm_engine._grammars.trials._process
         assert begun
+        assert process.poll() is None
     for thread in begun:
         thread.join(20)
     assert not [thread.name for thread in begun if thread.is_alive()]
     del llm  # a reference to a closed engine keeps no thread alive
+    gc.collect()
+    assert process.poll() == 0
 
 
 def test_a_trial_detects_a_slow_grammar(llm, monkeypatch):
@@ -484,16 +488,6 @@ def test_a_new_trial_process_replaces_one_that_died(llm):
     trials._process.kill()
     trials._process.wait()
     assert trials.run({"regex": "b"}).takes_back
-
-
-def test_the_trial_process_ends_with_its_engine():
-    with LLM(DEMO, num_kv_blocks=20) as llm:
-        check("json", answers(llm, [asking("json")]))
-        process = llm.llm_engine._grammars.trials._process
-        assert process.poll() is None
-    del llm
-    gc.collect()
-    assert process.poll() == 0
 
 
 def definitions(num, targets_of):

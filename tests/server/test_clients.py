@@ -238,20 +238,22 @@ def test_structured_output_follows_a_thought_that_the_request_began(client, scri
 # ---- streams that stay open ----
 
 
-@pytest.mark.parametrize("path", ["chat/completions", *slow("completions", "responses")])
+@pytest.mark.parametrize("path", ["chat/completions", "messages", *slow("completions", "responses")])
 def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, url, service, client, script, monkeypatch):
     monkeypatch.setattr("nanoengine.server.service.KEEP_ALIVE_SECONDS", 0.05)
     script.says = {"Hello": "Hi."}
     prompt = {"completions": {"prompt": "<|user|>Hello"}, "responses": {"input": "Hello"}}
     body = {"temperature": 0, "stream": True, **prompt.get(path, {"messages": HELLO["messages"]})}
+    body |= {"max_tokens": 99} if path == "messages" else {}
     with held_steps(service.engine) as steps, http.stream("POST", f"{url}/v1/{path}", json=body) as answer:
         lines = answer.iter_lines()
-        assert sum(next(lines) == ": waiting" for _ in range(12)) >= 2
+        sign = 'data: {"type":"ping"}' if path == "messages" else ": waiting"
+        assert sum(next(lines) == sign for _ in range(12)) >= 2
         steps.permit()
         rest = [line for line in lines if line]
     assert all(line.startswith((": waiting", "data: {", "data: [DONE]", "event: ")) for line in rest)
     last = [line for line in rest if line.startswith("data: ")][-1]
-    assert last == "data: [DONE]" or json.loads(last[6:])["type"] == "response.completed"
+    assert last == "data: [DONE]" or json.loads(last[6:])["type"] in ("response.completed", "message_stop")
     with held_steps(service.engine) as steps:
         threading.Timer(0.3, steps.permit).start()
         answer = whole_and_streamed(client)

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from nanoengine.server.keys_and_limits import Ticket
 from nanoengine.server.messages import SIGNATURE, CountRequest, MessageStream
 from tests.helpers import DEMO, failing_calls
-from tests.serving import TEMPLATE, held_steps, http, post, scripted
+from tests.serving import TEMPLATE, http, post, scripted
 
 # Also shows the reasoning of earlier messages
 THOUGHTS = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
@@ -301,18 +301,6 @@ def test_claude_code_s_requests_are_served(url, script):
     asked = {name: claude_code(3, *turns)[name] for name in ("messages", "system", "tools", "thinking")}
     count = http.post(f"{url}/v1/messages/count_tokens?beta=true", json=asked, headers=headers).json()
     assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
-
-
-def test_a_stream_stays_alive_with_pings(url, service, script, monkeypatch):
-    monkeypatch.setattr("nanoengine.server.service.KEEP_ALIVE_SECONDS", 0.02)
-    script.says = {"Hello": "Hi."}
-    stream = http.stream("POST", f"{url}/v1/messages", json=HELLO | {"stream": True})
-    with held_steps(service.engine) as steps, stream as answer:
-        lines = answer.iter_lines()
-        found = [next(lines) for _ in range(6)]
-        steps.permit()
-        assert '{"type":"message_stop"}' in [*lines][-2]
-    assert found == ["event: ping", 'data: {"type":"ping"}', ""] * 2
 
 
 # ---- errors ----

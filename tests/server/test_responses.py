@@ -15,18 +15,6 @@ QUESTION = "What is 27 + 58?"
 ANSWER = "27 + 58 = 85"
 
 
-def test_a_response_is_the_chat_s_answer(client):
-    messages = [{"role": "user", "content": QUESTION}]
-    chat = client.chat.completions.create(model="demo", messages=messages, temperature=0)
-    response = client.responses.create(model="demo", input=QUESTION, temperature=0)
-    assert response.output_text == chat.choices[0].message.content == ANSWER
-    assert (response.status, response.object, response.model) == ("completed", "response", "demo")
-    assert response.usage.input_tokens == chat.usage.prompt_tokens
-    assert response.usage.output_tokens == chat.usage.completion_tokens
-    assert response.usage.total_tokens == chat.usage.total_tokens
-    assert response.temperature == 0
-
-
 ASKED = {"role": "user", "content": QUESTION}
 SAID: dict = {"role": "assistant", "id": "msg_1", "status": "completed", "type": "message"}
 SAID["content"] = [{"type": "output_text", "text": "Ho", "annotations": []}]
@@ -50,8 +38,11 @@ def test_an_input_in_each_form_is_a_conversation(given, instructions, texts, cli
     chat = client.chat.completions.create(model="demo", messages=messages, temperature=0)
     response = client.responses.create(model="demo", input=given, instructions=instructions, temperature=0)
     assert response.output_text == chat.choices[0].message.content
+    assert (response.status, response.object, response.model) == ("completed", "response", "demo")
     assert response.usage.input_tokens == chat.usage.prompt_tokens
-    assert response.instructions == instructions
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    assert response.usage.total_tokens == chat.usage.total_tokens
+    assert (response.instructions, response.temperature) == (instructions, 0)
 
 
 def test_vllm_s_sampling_parameters_are_taken_too(client):

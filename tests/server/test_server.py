@@ -130,21 +130,6 @@ def test_continuous_usage_is_in_every_chunk(path, url):
     assert not [piece for piece in streamed(url, path, **asked, stream_options=options) if "usage" in piece]
 
 
-def test_logprobs_can_name_tokens_by_their_ids(url):
-    asked = {"max_tokens": 4, "temperature": 0, **WITH_IDS, "return_tokens_as_token_ids": True}
-    (choice,) = post(url, **asked, prompt="a b", echo=True, logprobs=2)["choices"]
-    names = [f"token_id:{one}" for one in choice["prompt_token_ids"] + choice["token_ids"]]
-    assert choice["logprobs"]["tokens"] == names
-    assert all(x in top for x, top in zip(names[1:], choice["logprobs"]["top_logprobs"][1:], strict=True))
-    assert all(key.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"][1:] for key in top)
-    asked |= {"messages": QUESTION, "logprobs": True, "top_logprobs": 2, "forced_token_ids": [72, 105]}
-    (choice,) = post(url, "chat/completions", **asked)["choices"]
-    assert choice["token_ids"][:2] == [72, 105]
-    for token_id, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
-        assert entry["token"] == f"token_id:{token_id}"
-        assert all(one["token"].startswith("token_id:") for one in entry["top_logprobs"])
-
-
 def test_request_ids_truncated_prompts_and_empty_messages_are_supported(url, service):
     def choice(path="completions", **asked):
         return post(url, path, max_tokens=3, temperature=0, **WITH_IDS, **asked)["choices"][0]

@@ -108,6 +108,12 @@ def test_each_token_of_top_logprobs_has_a_name_of_its_own(kind):
     body = CompletionRequest(prompt="a", logprobs=3, return_tokens_as_token_ids=True)
     names = body.top_logprobs(entry_of(7, 200, 250), tokens)
     assert set(names) == {"token_id:7", "token_id:200", "token_id:250"}
+    (choice,) = choices_of(body, tokenizer, "Hello", [7, 8], 99)
+    assert choice["logprobs"]["tokens"] == ["token_id:7", "token_id:8"]
+    chat = ChatRequest(messages=[], logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    (choice,) = choices_of(chat, tokenizer, "Hello", [7, 8], 99)
+    for token_id, entry in zip((7, 8), choice["logprobs"]["content"], strict=True):
+        assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{token_id}"
     assert TokenNames(None).name(5) == ""
 
 
