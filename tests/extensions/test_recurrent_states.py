@@ -157,27 +157,6 @@ def test_the_scan_of_many_tokens_holds_the_states_of_few(has_state):
 # ---- The prefix cache ----------------------------------------------------------------------------
 
 
-def test_a_hit_ends_at_the_last_block_whose_state_was_kept(served):
-    path, prompts, _ = served("qwen3_5_text")
-    prompt = prompts[3]  # of 40 tokens
-    with LLM(path, num_kv_blocks=100, block_size=8) as llm:
-
-        def cached(tokens, max_tokens=1):
-            params = SamplingParams(temperature=0, max_tokens=max_tokens)
-            out = llm.generate(tokens, params, use_tqdm=False)[0]
-            return out.num_cached_tokens, out.outputs[0].token_ids
-
-        assert cached(prompt[:37])[0] == 0
-        assert cached(prompt[:37])[0] == 32  # its last full block
-        assert cached(prompt[:30])[0] == 0  # blocks of 24 tokens are there, and no state
-        assert cached(prompt[:30])[0] == 24  # now it was kept, where they branch
-        other = [*prompt[:16], *prompt[:10]]
-        assert cached(other)[0] == 0
-        assert cached([*prompt[:16], *prompt[5:12]])[0] == 16  # the third that begins so
-        _, answer = cached(prompt[:37], max_tokens=30)
-        assert cached([*prompt[:37], *answer, 7])[0] == 64  # 67 tokens; an answer's last full block
-
-
 def test_states_are_not_kept_without_the_prefix_cache():
     manager = manager_of(enable_prefix_caching=False)
     assert [*spans_of(manager, sequence(0, range(10)))] == [[(0, 10, 0, 2)]]
@@ -205,17 +184,6 @@ def spans_of(manager, seq, budget=64):
 
 
 sequence = partial(make_sequence, max_tokens=1)
-
-
-def test_at_the_end_of_a_block_a_sequence_gives_its_slot_to_the_prefix_cache():
-    """The example of docs/18-windows-and-states.md."""
-    manager = manager_of()
-    first, *later = spans_of(manager, sequence(0, range(10), max_tokens=4))
-    assert first == [(0, 8, 0, 3), (8, 10, 3, 2)]
-    assert later == [[(10, 11, 2, 2)], [(11, 12, 2, 2)], [(12, 13, 2, 4)]]
-    assert [*manager.kept_slots.values()] == [3, 2]
-    (spans,) = spans_of(manager, sequence(1, [*range(8), 99]))
-    assert spans == [(8, 9, 3, 5)]
 
 
 def test_a_prompt_in_chunks_keeps_its_states_where_it_branches_and_at_its_last_block():

@@ -92,37 +92,6 @@ def test_a_window_of_one_token_finds_the_blocks_after_a_hit():
     assert [block.block_id > 0 for block in hits] == [False] * 5 + [True]
 
 
-def test_a_hybrid_finds_a_prefix_without_the_blocks_before_its_window():
-    manager = manager_of(num_blocks=12, windows=(None, 3))
-    first = sequence(0, range(12))
-    steps = run(manager, first)
-    for _ in range(3):
-        next(steps)
-    assert [table[:4].count(0) for table in manager.tables_of(first)] == [0, 3]
-    for _ in steps:
-        pass
-    first_group = {id(block) for block in manager.find_prefix(sequence(1, range(12)))}
-    lost = [block for block in manager.blocks if block.prefix and id(block) not in first_group][:2]
-    while any(block.prefix for block in lost):  # the first that the window gave back go first
-        manager._take_free_block()
-    hits = manager.find_groups(sequence(1, range(12)))
-    assert [len(blocks) for blocks in hits] == [6, 6]
-    assert [block.block_id > 0 for block in hits[1]] == [False] * 4 + [True] * 2
-    assert manager.find_groups(sequence(1, range(7))) == [[], []]  # any prefix of these needs a lost block
-
-
-def test_a_hit_in_a_hybrid_counts_the_blocks_after_its_window():
-    manager = manager_of(num_blocks=12, windows=(None, 3))
-    for _ in run(manager, sequence(0, range(12))):
-        pass
-    other, seq = sequence(1, [50]), sequence(2, [*range(12), 50, 51, 52, 53])
-    assert manager.allocate(other)
-    assert not manager.allocate(seq)  # 7 blocks are hit and 4 are new, and 10 are free
-    manager.free(other)
-    assert manager.allocate(seq)
-    assert seq.num_computed_tokens == 12
-
-
 def test_a_group_that_needs_no_block_does_not_stop_another_from_growing():
     manager, seq = manager_of(num_blocks=9, windows=(None, 3)), sequence(0, range(11))
     assert manager.allocate(seq)
