@@ -573,19 +573,6 @@ CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</too
 ASKED: dict = {"model": "demo", "messages": [{"role": "user", "content": "What are 2 and 40?"}]}
 
 
-def test_a_model_calls_a_tool_and_answers_with_its_result(client, script):
-    script.says = {"42": "It is 42.", "2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}"}
-    asked = ASKED | {"tools": [ADD], "max_tokens": 120}
-    choice = client.chat.completions.create(**asked).choices[0]
-    said = choice.message
-    assert (choice.finish_reason, said.content) == ("tool_calls", "So:")
-    assert said.reasoning == said.reasoning_content == "I add."
-    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "42"}
-    messages = [*ASKED["messages"], said.model_dump(exclude_none=True), result]
-    choice = client.chat.completions.create(**asked | {"messages": messages}).choices[0]
-    assert (choice.finish_reason, choice.message.content) == ("stop", "It is 42.")
-
-
 def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
     script.says = {"2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}\n{CALL_TEXT}"}
     settings = ASKED | {"tools": [ADD], "max_tokens": 200}
@@ -598,6 +585,7 @@ def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
     for message in (final.message, whole.message):
         assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 2, "b": 40}] * 2
         assert len({call.id for call in message.tool_calls}) == 2
+    assert whole.message.reasoning == whole.message.reasoning_content == "I add."
     done = [event.name for event in events if event.type == "tool_calls.function.arguments.done"]
     assert done == ["add", "add"]
     deltas = [one.chunk.choices[0].delta for one in events if one.type == "chunk" and one.chunk.choices]
