@@ -113,8 +113,10 @@ def test_nothing_changes_if_one_tensor_is_refused(tmp_path_factory):
         assert answers(llm) == before
 
 
-def test_weights_are_updated_only_between_requests(tmp_path_factory):
-    with LLM(checkpoint("qwen3", tmp_path_factory)[0], **SETTINGS) as llm:
+def test_weights_are_updated_only_between_requests_and_without_a_store_that_outlives_them(qwen3, tmp_path):
+    with LLM(qwen3, **SETTINGS, kv_store=tmp_path) as llm, pytest.raises(ValueError, match="kv_store"):
+        llm.update_weights([])
+    with LLM(qwen3, **SETTINGS) as llm:
         llm.add_request("a", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True))
         with pytest.raises(RuntimeError, match="unfinished requests"):
             llm.update_weights([])
@@ -152,13 +154,6 @@ def test_prefixes_of_other_weights_are_forgotten(tmp_path_factory):
         assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens > 0
         llm.update_weights([("model.norm.weight", model.model.norm.weight)])
         assert llm.scheduler.block_manager.prefixes == {}
-
-
-def test_a_store_that_outlives_the_weights_is_refused(tmp_path_factory, tmp_path):
-    settings = {**SETTINGS, "kv_store": str(tmp_path)}
-    path = checkpoint("qwen3", tmp_path_factory)[0]
-    with LLM(path, **settings) as llm, pytest.raises(ValueError, match="kv_store"):
-        llm.update_weights([])
 
 
 SOME = "qwen3 tied, one kv head", "mixtral"
