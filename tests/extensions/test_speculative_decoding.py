@@ -153,22 +153,6 @@ def test_a_stream_contains_every_token_of_a_burst_once(tmp_path):
     assert max(len(part.token_ids) for part in parts) == 5
 
 
-def test_a_failed_draw_in_a_burst_ends_its_sequence_after_the_tokens_before_it():
-    scheduler = drafting_scheduler(propose=lambda seq, num_tokens: [7, 8, 9][:num_tokens])
-    seq, other = make_sequence(0, [1, 2]), make_sequence(1, [3])
-    scheduler.add(seq)
-    scheduler.add(other)
-    batch = scheduler.schedule()
-    computed = [(chunk.seq.seq_id, *chunk.token_ids[chunk.start : chunk.end]) for chunk in batch.chunks]
-    assert computed == [(0, 1, 2), (1, 3), (1, 7), (1, 8), (1, 9)]
-    assert [is_draft(chunk) for chunk in batch.chunks] == [False, False, True, True, True]
-    assert scheduler.update(batch, [5, 7, 8, None, 6]) == [seq, other]
-    assert seq.token_ids == [1, 2, 5]
-    assert other.token_ids == [3, 7, 8]
-    assert other.finish_reason == "error"
-    check_laws(scheduler)
-
-
 # ---- Budget and blocks ------------------------------------------------------------------------------
 
 
@@ -195,14 +179,6 @@ def test_drafts_use_only_the_budget_that_other_sequences_leave():
     assert [(c.seq.seq_id, c.start, c.end) for c in batch.chunks if not is_draft(c)][-1] == (3, 0, 4)
     assert counts(batch) == {0: 2, 1: 1, 2: 1, 3: 1}
     assert batch.num_tokens == 8
-
-
-def test_only_decodes_have_drafts():
-    propose = Oracle({0: [9] * 9}, 10, 0.0)
-    propose.rng.randint = lambda low, high: 2
-    scheduler = drafting_scheduler(long_prefill_token_threshold=1, propose=propose)
-    scheduler.add(make_sequence(0, [1, 2, 3]))
-    assert [counts(run_step(scheduler, token=9))[0] for _ in range(4)] == [1, 1, 3, 3]
 
 
 def test_no_sequence_is_preempted_for_a_draft():
