@@ -450,18 +450,12 @@ def test_quantization_setting_must_match_a_quantized_checkpoint(tmp_path):
 # ---- GGUF ----------------------------------------------------------------------------------------
 
 KINDS = [*READERS, "F16", "BF16", "F32", "Q3_K"]
-NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
-NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
-NAMES |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
-NAMES |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)  # Llama's and Qwen2's are the same
 
 
 def gguf_name(name):
-    if ".layers." in name:
-        _, _, layer, *_, part, end = name.split(".")
-        return f"blk.{layer}.{NAMES[part]}.{end}"
-    return OUTER[name.removesuffix(".weight")] + ".weight"
+    place, _, end = name.rpartition(".")
+    return f"{NAMES.get_name(place)}.{end}"
 
 
 # Where a block has its float16 scales, of the types that gguf reads and cannot write
