@@ -714,21 +714,13 @@ def test_a_token_without_bytes_is_not_text():
 
 
 @pytest.mark.parametrize(("model", "name", "is_special"), ADDED)
-def test_a_grammar_may_name_an_added_token_by_its_name_and_its_id(model, name, is_special):
-    tokenizer, _ = compiler_of(model)
-    token_id = tokenizer.convert_tokens_to_ids(name)
-    grammars = [f'start: "a" <[{token_id}]> "b"']
-    if name.startswith("<"):
-        grammars.append(f'start: "a" {name} "b"  // {name}')
-    for grammar in grammars:
+def test_grammars_and_structural_tags_may_name_added_tokens(model, name, is_special):
+    """A special token stands for itself, wherever it is in a tag. Another token is text there."""
+    token_id = compiler_of(model)[0].convert_tokens_to_ids(name)
+    for names in [f"<[{token_id}]>", *[name] * name.startswith("<")]:
+        grammar = f'start: "a" {names} "b"  // {names}'
         assert accepts(model, {"grammar": grammar}, spelled("a", token_id, "b")), grammar
         assert not accepts(model, {"grammar": grammar}, spelled(f"a{name}b")), grammar
-
-
-@pytest.mark.parametrize(("model", "name", "is_special"), ADDED)
-def test_a_structural_tag_may_name_added_tokens(model, name, is_special):
-    """A special token stands for itself there, wherever it is in the tag. Another token is text."""
-    token_id = compiler_of(model)[0].convert_tokens_to_ids(name)
     for before in ("", "f"):
         begin = f"{before}{name}x"
         for trigger in {begin[:1], before + name[:2], before + name, begin}:
