@@ -336,8 +336,6 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
         ({"stop": ["a"]}, "has no argument 'stop'"),
         ({"temperature": -1}, "temperature must be a number in [0"),
         ({"top_kk": 5}, "did you mean 'top_k'"),
-        ({"n": 2}, "has no argument 'n'"),
-        ({"mcp_servers": [{"name": "x"}]}, "has no argument 'mcp_servers'"),
         ({"messages": [{"role": "user", "content": "a b " * 20_000}]}, " tokens > 1023 maximum"),
         ({"model": "claude"}, "the model 'claude' does not exist"),
     ],
