@@ -22,18 +22,12 @@ MAX_TOKENS = 40
 KINDS = {"whole": 2, "stream": 10, "slow": 2, "leave": 3}  # and how often each is chosen
 
 
-def questions() -> list[str]:
-    sums = [f"What is {a} + {b}?" for a, b in ((27, 58), (3, 4), (11, 80), (45, 45), (9, 90), (33, 21))]
-    counts = [f"Count from {a} to {a + 9}." for a in range(1, 40, 6)]
-    words = ("attention", "token", "lantern", "sailor", "cache", "queue")
-    return sums + counts + [f"Spell the word {word} backwards." for word in words]
-
-
 def offline_answers() -> list[tuple[list[int], list[int]]]:
-    """Return the prompt and the answer of each question, as token ids."""
+    """Return the prompts and the answers of questions, as token ids."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    asked = [f"Count from {a} to {a + 9}." for a in range(1, 40, 4)] + [f"What is {a} + 9?" for a in range(9)]
     with LLM(DEMO, num_kv_blocks=200) as llm:
-        chats = [[{"role": "user", "content": question}] for question in questions()]
+        chats = [[{"role": "user", "content": question}] for question in asked]
         outputs = llm.chat(chats, params, use_tqdm=False)
     return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
 
