@@ -278,33 +278,24 @@ def test_each_rank_reads_its_own_part_and_all_parts_are_the_whole(name, path_of,
 # ---- The same tokens -----------------------------------------------------------------------------
 
 
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+SLIDING = "qwen2 sliding from layer 1", 2
 SIZES = {"llama odd sizes": 3, "qwen3 tied, one kv head": 4, "six heads, one kv head": 3}
 SIZES |= {"uneven": 2, "uneven, tied": 4}
+SETTINGS: list[dict] = [{"max_num_batched_tokens": 7, "num_kv_blocks": 14}, {"async_scheduling": True}]
+SETTINGS += [{"enforce_eager": True, "max_num_seqs": 2}]
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
+    ("name", "size", "settings"),
     [
-        *(("llama with biases", 2), ("qwen2 sliding from layer 1", 2)),
-        *(pytest.param(*one, marks=SLOW) for one in SIZES.items()),
+        *(("llama with biases", 2, {}), (*SLIDING, {}), (*SLIDING, DRAFTS)),
+        *(pytest.param(*one, {}, marks=SLOW) for one in SIZES.items()),
+        *(pytest.param(*SLIDING, one, marks=SLOW) for one in SETTINGS),
     ],
 )
-def test_ranks_give_the_same_tokens_as_one(name, size, path_of, in_threads):
-    check_ranks(path_of(name), size)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"max_num_batched_tokens": 7, "num_kv_blocks": 14}, marks=SLOW),
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-        pytest.param({"async_scheduling": True}, marks=SLOW),
-        pytest.param({"enforce_eager": True, "max_num_seqs": 2}, marks=SLOW),
-    ],
-    ids=["in chunks, preempted", "with draft tokens", "async", "eager"],
-)
-def test_ranks_give_the_same_tokens_for_all_settings(settings, path_of, in_threads):
-    metrics = check_ranks(path_of("qwen2 sliding from layer 1"), 2, **settings)
+def test_ranks_give_the_same_tokens_as_one(name, size, settings, path_of, in_threads):
+    metrics = check_ranks(path_of(name), size, **settings)
     assert (metrics["num_preemptions"] > 0) == ("num_kv_blocks" in settings)
     assert metrics["prefix_cache_hits"] > 0
     assert (metrics["spec_decode_num_drafts"] > 0) == ("speculative_config" in settings)
