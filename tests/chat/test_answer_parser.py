@@ -582,6 +582,7 @@ def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == whole.finish_reason == "tool_calls"
     assert final.message.content == whole.message.content == "So:"
+    assert final.message.role == whole.message.role == "assistant"
     for message in (final.message, whole.message):
         assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 2, "b": 40}] * 2
         assert len({call.id for call in message.tool_calls}) == 2
