@@ -377,16 +377,6 @@ def stored_keys(path, token_ids):
     return kvstore.chain_keys(fingerprint, [data[i : i + 32] for i in range(0, len(data) // 32 * 32, 32)])
 
 
-def test_a_collision_of_keys_is_a_miss(qwen3, tmp_path, monkeypatch):
-    prompts, params = random_prompts([12, 12]), SamplingParams(temperature=0, max_tokens=3)
-    plain, _, _ = serve(qwen3, None, prompts, params)
-    constant = SimpleNamespace(sha256=lambda data: SimpleNamespace(digest=lambda: b"x" * 32))
-    monkeypatch.setattr(kvstore, "hashlib", constant)
-    serve(qwen3, tmp_path, prompts[:1], params)
-    assert len([*tmp_path.rglob("*.safetensors")]) == 1
-    assert serve(qwen3, tmp_path, prompts, params)[:2] == (plain, [8, 0])
-
-
 def test_a_full_disk_stops_saving_but_no_request_fails(qwen3, tmp_path, monkeypatch, caplog):
     caplog.set_level("WARNING", "nanoengine")
     prompts = random_prompts([40, 40, 40])
