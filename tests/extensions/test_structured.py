@@ -141,13 +141,6 @@ def test_a_finished_answer_matches_its_constraint(sampling, llm):
         assert check(kind, own) >= (0 if kind in ("json_object", "tags") else 1)
 
 
-def test_each_of_n_samples_has_a_grammar_of_its_own(llm):
-    (output,) = llm.generate("Hello", asking("json", n=8, temperature=2.0), use_tqdm=False)
-    texts = [one.text for one in output.outputs if one.finish_reason == "stop"]
-    assert len(set(texts)) > 3
-    assert all(map(KINDS["json"][1], texts))
-
-
 def test_in_bfloat16_a_mask_is_the_same_next_to_rows_computed_in_float32():
     params = [asking(kind, temperature=2.0, max_tokens=20) for kind in ("json", "regex", "lark")]
     edited = SamplingParams(temperature=1.0, presence_penalty=0.5, max_tokens=20)
