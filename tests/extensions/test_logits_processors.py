@@ -52,14 +52,12 @@ def test_a_function_gets_float32_from_a_model_in_bfloat16():
     seen = []
 
     def look(output_ids, logits):
-        seen.append((logits.dtype, logits.clone()))
+        seen.append(logits.dtype)
         return logits
 
-    fields = {"temperature": 0, "max_tokens": 2, "structured_outputs": {"regex": "a*"}}
     with LLM(DEMO, num_kv_blocks=20, dtype="bfloat16") as llm:
-        token_ids(llm, SamplingParams(**fields, logits_processors=[look]))
-    assert [dtype for dtype, _ in seen] == [torch.float32] * 2
-    assert all(logits.isfinite().all() for _, logits in seen), "the grammar is applied after it"
+        token_ids(llm, SamplingParams(max_tokens=2, logits_processors=[look]))
+    assert seen == [torch.float32] * 2
 
 
 def test_a_function_with_three_parameters_gets_the_prompt_first(llm):
