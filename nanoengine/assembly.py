@@ -24,7 +24,7 @@ from nanoengine.config import FILE_FORMATS, EngineConfig, find_named
 from nanoengine.engine import BlockManager, EngineCore, ModelRunner, Scheduler
 from nanoengine.kv_cache_size import choose_sizes, make_caches, trial_batch
 from nanoengine.models.load import describe_weights, digest_weights, load_model
-from nanoengine.sampling.sampler import CachedRows, draw_chunks, draw_rows, sample_rows
+from nanoengine.sampling.sampler import CachedRows, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
 from nanoengine.timing import Stopwatch, phase
@@ -84,7 +84,11 @@ def start_runner(
     """
     model, device, loaded = load(opened, ranks, draft_widths is not None)
     config, num_groups = opened.config, len(loaded.kv_groups)
-    draw = device.draw or partial(draw_rows, unfiltered=device.draw_chunks or draw_chunks)
+    draw = device.draw
+    if draw is None:
+        from nanoengine.sampling.drawing import draw_rows
+
+        draw = partial(draw_rows, unfiltered=device.draw_chunks)
     sample = partial(sample_rows, draw=draw, reports_processed=config.logprobs_mode == "processed_logprobs")
     with uninterrupted(), device.running():  # a backend may run a trial on the GPU
         attention = device.choose_attention(model.kv_specs, model.attention_settings)

@@ -35,6 +35,7 @@ from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions.structured.token_masks import Grammars, mask_threads
+from nanoengine.sampling.drawing import draw_rows
 from nanoengine.sampling.sampler import CachedRows, sample_rows
 from tests.helpers import DEMO
 
@@ -342,9 +343,9 @@ def start_chain(loop: Any, opened: Opened, before_forward: Any) -> Started:
     kind: Any = TorchAttention
     attention = Attention(kind, laid_out, [])
     device = FlakyDevice(torch.device("cpu"), config)
-    rows = CachedRows(config.max_num_seqs, config.max_model_len)
+    rows, sample = CachedRows(config.max_num_seqs, config.max_model_len), partial(sample_rows, draw=draw_rows)
     runner = ModelRunner(
-        model, device, attention, sample_rows, size, sampling_rows=rows, before_forward=before_forward
+        model, device, attention, sample, size, sampling_rows=rows, before_forward=before_forward
     )
     loaded = Loaded(
         *(torch.float32, b"", specs, group_layers(specs, 1 << 20), 0, size, opened.max_model_len, 1, budget),

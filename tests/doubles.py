@@ -26,7 +26,7 @@ from nanoengine.backends.flash_attention import FlashAttention, FlashKernels, Va
 from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.backends.triton_attention import TritonAttention
 from nanoengine.models.decoder import PlainKernels
-from nanoengine.sampling.sampler import draw_chunks
+from nanoengine.sampling.drawing import draw_chunks
 
 calls: Counter[str] = Counter()  # which path was taken how often
 

@@ -32,6 +32,7 @@ from nanoengine.backends.device import Download
 from nanoengine.checkpoints import checkpoint as checkpoint_module
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
+from nanoengine.sampling.drawing import draw_rows
 from nanoengine.sampling.logprobs import read_tables, report_samples
 from nanoengine.sampling.sampler import draw_tokens, read_tokens
 from nanoengine.sampling_params import SamplingParams
@@ -423,7 +424,7 @@ def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
 
     The kernel must sample the same tokens.
     """
-    tokens = draw_tokens(logits, rows)
+    tokens = draw_tokens(logits, rows, draw_rows)
     assert draw_tokens(logits, rows, Kernels().sample).tolist() == tokens.tolist()
     token_ids = read_tokens(tokens)
     asked = [row.params.logprobs for row in rows]

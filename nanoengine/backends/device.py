@@ -121,9 +121,9 @@ class Device:
     more_memory: str = "free some memory"  # advice to the user
     # Returns a layer that computes with a quantized weight, or None to dequantize it. If None, all are.
     pack: Pack | None = None
-    # A kernel that replaces `sampler.draw_rows`; None: there is none.
+    # A kernel that replaces `drawing.draw_rows`; None: there is none.
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
-    # A kernel that replaces `sampler.draw_chunks`; None: there is none.
+    # A kernel that replaces `drawing.draw_chunks`; None: there is none.
     draw_chunks: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:

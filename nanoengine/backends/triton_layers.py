@@ -158,7 +158,7 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
 
 
 def draw_chunks(chunks: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
-    """Do what `sampler.draw_chunks` does, in one pass over the logits."""
+    """Do what `drawing.draw_chunks` does, in one pass over the logits."""
     num_rows, num_chunks, size = chunks.shape
     pad = triton.next_power_of_2(size)
     sums = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=chunks.device)

@@ -1,4 +1,4 @@
-"""Turns logits into tokens: edits, temperature, filters, then one sample per row.
+"""Turns logits into tokens and log-probabilities: edits, then one sample per row.
 
 Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
@@ -15,9 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoengine.backends.device import upload
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
-from nanoengine.sampling.filters import MAX_SELECTED, filter_logits, in_chunks, keep_top, select_top
 from nanoengine.sampling.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 
@@ -141,74 +139,12 @@ class CachedRows:
             yield part, settings
 
 
-DrawChunks = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# `drawing.draw_rows`, or a kernel that replaces it
 Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
-
-CACHED_LOGITS = 1 << 20  # number of float32 logits that fit in a CPU's caches
-FILTERED_ROWS = 64  # rows filtered at a time on a GPU and for log-probabilities, to limit memory
-
-
-def draw_chunks(chunks: Tensor, largest: Tensor, divisors: Tensor, u: Tensor) -> Tensor:
-    """Sample by inverse CDF in two levels: first a chunk of the vocabulary, then a token within it.
-
-    A cumulative sum over the whole vocabulary would cost five times as much, and `torch.multinomial`
-    thirty times. A token of weight 0 is never sampled. Shapes: the logits in chunks, (R, C, size); each row's
-    largest logit and temperature, (R, 1) float32; u (R,) float64. Returns (R,) int64.
-    """
-    size = chunks.shape[2]
-    weights = (chunks.flatten(1).float() - largest).div_(divisors).exp_().view(chunks.shape)
-    sums = weights.sum(-1).double().cumsum(-1)
-    chunk, rest = _pick(sums, u * sums[:, -1])
-    chosen = weights.gather(1, chunk.view(-1, 1, 1).expand(-1, 1, size)).squeeze(1)
-    within, _ = _pick(chosen.double().cumsum(-1), rest)
-    return chunk * size + within
-
-
-def draw_rows(
-    logits: Tensor, metadata: SamplingMetadata, unfiltered: DrawChunks = draw_chunks
-) -> tuple[Tensor, Tensor]:
-    """Sample one token per row in PyTorch. Return tokens, (R,) int64, and each row's largest logit, (R,).
-
-    The largest logit is NaN if any logit of the row is NaN. The order is temperature, then min_p, top_k and
-    top_p, then one sample. The host does not wait for a GPU. `unfiltered` is `draw_chunks` or an
-    equivalent kernel.
-    """
-    temperature, top_k, top_p, min_p, u = metadata
-    if not temperature.any():
-        tokens = logits.argmax(-1)
-        return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    num_rows, device = len(logits), logits.device
-    # On a CPU, process a few rows at a time, so that they stay in cache from one operation to the next.
-    size = num_rows if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
-    # Rows with a top_k need only their largest logits, and rows without filters only sums of weights.
-    kinds = [
-        (temperature == 0, num_rows, None),
-        ((top_k > 0) & (top_k <= MAX_SELECTED), size, _draw_selected),
-        ((top_k > 0) | (top_p < 1) | (min_p > 0), min(size, FILTERED_ROWS), _draw_filtered),
-        (np.ones(num_rows, bool), size, lambda x, *given: unfiltered(in_chunks(x)[0], *given[:3])),
-    ]
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    largest = torch.empty(num_rows, device=device)
-    kind = np.argmax([rows for rows, _, _ in kinds], axis=0)  # each row has the first kind that it fits
-    for i, (_, size, draw) in enumerate(kinds):
-        rows = np.flatnonzero(kind == i)
-        for part in (rows[first : first + size] for first in range(0, len(rows), size)):
-            first, last = part[[0, -1]]
-            is_slice = last - first < len(part)  # then the logits are a view
-            at: Any = slice(first, last + 1) if is_slice else upload(part, device)
-            x, of_part = logits[at], SamplingMetadata._make(values[part] for values in metadata)
-            if draw is None:
-                drawn, top = draw_rows(x, of_part)
-            else:
-                top = x.amax(-1, keepdim=True).float()
-                divisors, of_u = upload(np.stack((temperature[part], u[part])), device)
-                drawn, top = draw(x, top, divisors.float().unsqueeze(1), of_u, of_part), top.squeeze(1)
-            tokens[at], largest[at] = drawn, top.float()
-    return tokens, largest
 
 
 def draw_tokens(
-    logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_rows, settings: RowSettings | None = None
+    logits: Tensor, rows: Sequence[SamplingRow], draw: Draw, settings: RowSettings | None = None
 ) -> Tensor:
     """Sample one token per row, without waiting for a GPU. A row's token does not depend on the other rows.
 
@@ -238,52 +174,13 @@ def read_tokens(tokens: Tensor) -> list[int | None]:
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
-def _draw_filtered(
-    logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor, metadata: SamplingMetadata
-) -> Tensor:
-    """Sample from rows whose filters need the whole vocabulary."""
-    scaled = (logits.float() - largest).div_(divisors)
-    filter_logits(scaled, metadata)
-    ones = torch.ones_like(divisors)
-    return draw_chunks(in_chunks(scaled)[0], torch.zeros_like(ones), ones, u)
-
-
-def _draw_selected(
-    logits: Tensor, largest: Tensor, divisors: Tensor, u: Tensor, metadata: SamplingMetadata
-) -> Tensor:
-    """Sample from rows with a top_k, among as many columns as the largest of them."""
-    order = select_top(logits, int(metadata.top_k.max()))
-    values = keep_top((logits.gather(1, order).float() - largest).div_(divisors), metadata)
-    order, ranks = order.sort(-1)  # by index, as the other rows are sampled
-    index, _ = _pick((sums := values.gather(1, ranks).exp_().double().cumsum(-1)), u * sums[:, -1])
-    return order.gather(1, index.unsqueeze(1)).squeeze(1)
-
-
-def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -> Tensor:
-    """Return the logits that tokens are sampled from: divided by temperature, with excluded tokens at -inf.
-
-    Greedy rows are divided by 1. The sampled `tokens`, (R,) int64, are never excluded: the kernel that
-    sampled them may add probabilities in another order. Shapes: (R, V) -> (R, V) float32.
-    """
-    divisors = np.where(metadata.temperature == 0, np.float32(1), metadata.temperature)
-    scaled = logits.float()
-    # The largest logit is subtracted first, so that no division overflows.
-    scaled = (scaled - scaled.amax(-1, keepdim=True)).div_(upload(divisors, logits.device).unsqueeze(1))
-    at = tokens.clamp(min=0).unsqueeze(1)
-    drawn = scaled.gather(1, at)
-    for first in range(0, len(scaled), FILTERED_ROWS):
-        rows = slice(first, first + FILTERED_ROWS)
-        filter_logits(scaled[rows], SamplingMetadata._make(x[rows] for x in metadata))
-    return scaled.scatter_(1, at, drawn)
-
-
 def sample_rows(
     logits: Tensor,
     rows: Sequence[SamplingRow],
     settings: RowSettings,
     transfer: Transfer,
-    draw: Draw = draw_rows,
     *,
+    draw: Draw,
     reports_processed: bool = False,
 ) -> tuple[Tensor, list[LogprobTable]]:
     """Sample tokens like `draw_tokens`, and queue the requested log-probabilities for the host.
@@ -294,6 +191,8 @@ def sample_rows(
     reported = [logits]
 
     def draw_and_report(edited: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
+        from nanoengine.sampling.drawing import process_logits
+
         tokens, largest = draw(edited, metadata)
         reported[0] = process_logits(edited, metadata, tokens)
         return tokens, largest
@@ -322,13 +221,3 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = (z ^ (z >> np.uint64(31))) >> np.uint64(11)
     return np.asarray(z * 2.0**-53)
-
-
-def _pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first index whose running sum, (R, N), exceeds `target`, (R,), and the rest of `target`."""
-    # Rounding may make the target equal to the total. Clamp it to stay within the last nonzero weight.
-    below_total = torch.nextafter(sums[:, -1], torch.zeros_like(sums[:, -1]))
-    target = torch.minimum(target, below_total)
-    index = (sums <= target.unsqueeze(1)).sum(-1)
-    before = sums.gather(1, (index - 1).clamp_(min=0).unsqueeze(1)).squeeze(1).masked_fill(index == 0, 0.0)
-    return index, target - before

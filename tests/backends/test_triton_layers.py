@@ -8,8 +8,7 @@ import torch
 from nanoengine.backends import triton_layers as layers
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.models.decoder import PlainKernels
-from nanoengine.sampling.filters import in_chunks
-from nanoengine.sampling.sampler import draw_chunks
+from nanoengine.sampling.drawing import draw_chunks, in_chunks
 from tests import launches
 from tests.helpers import slow
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.sampling.drawing import draw_rows
 from nanoengine.sampling.sampler import RowSettings, SamplingRow, sample_rows
 from tests.helpers import DEMO, VARIED_SETTINGS, open_checkpoint, random_prompts
 
@@ -105,5 +106,5 @@ def test_a_forced_token_wins_over_a_ban_with_the_model_s_log_probability(ban, mo
 def test_no_token_is_forced_onto_a_row_of_nan():
     logits = torch.tensor([[0.0, 1.0], [0.0, torch.nan]])
     rows = [SamplingRow(SamplingParams(forced_token_ids=[0]), 0, 1, [5], 1) for _ in logits]
-    tokens, _ = sample_rows(logits, rows, RowSettings(rows), lambda table: table)
+    tokens, _ = sample_rows(logits, rows, RowSettings(rows), lambda table: table, draw=draw_rows)
     assert tokens.tolist() == [0, -1]

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
-from nanoengine.sampling.filters import filter_logits
+from nanoengine.sampling.drawing import FILTERED_ROWS, draw_rows, filter_logits
 from nanoengine.sampling.penalties import edit_logits
-from nanoengine.sampling.sampler import FILTERED_ROWS, RowSettings, SamplingRow, draw_rows, sample_rows
+from nanoengine.sampling.sampler import RowSettings, SamplingRow, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import BAD_FIELDS, sample
 
@@ -431,14 +431,14 @@ class LiveBytes(TorchDispatchMode):
 def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(stride, monkeypatch):
     """Filters run 64 rows at a time, as on a GPU: 256 rows of 152k logits take half a GiB, counts 78 MB."""
     num_rows, vocab_size = 256, 4096
-    monkeypatch.setattr("nanoengine.sampling.sampler.CACHED_LOGITS", FILTERED_ROWS * vocab_size)
+    monkeypatch.setattr("nanoengine.sampling.drawing.CACHED_LOGITS", FILTERED_ROWS * vocab_size)
     logits = torch.randn(num_rows, vocab_size).bfloat16()
 
     def peak(processed=False, **settings):
         rows = [SamplingRow(SamplingParams(**settings), 1, 2, [1, 2], 1)] * num_rows
         with LiveBytes() as mode:
             view = logits[:]  # made here, so that the logits are counted
-            sample_rows(view, rows, RowSettings(rows), Download, reports_processed=processed)
+            sample_rows(view, rows, RowSettings(rows), Download, draw=draw_rows, reports_processed=processed)
         return mode.peak
 
     choices = {"top_k": (0, 20, vocab_size), "top_p": (1, 0.5), "min_p": (0, 0.1)}
@@ -475,7 +475,7 @@ class Operators(Work):
     ],
 )
 def test_few_passes_read_all_logits(fields, kernels, most_passes, most_calls, monkeypatch):
-    monkeypatch.setattr("nanoengine.sampling.sampler.CACHED_LOGITS", 1 << 30)  # all rows at once, as on a GPU
+    monkeypatch.setattr("nanoengine.sampling.drawing.CACHED_LOGITS", 1 << 30)  # all rows at once, as on a GPU
     logits = torch.randn(8, 1 << 17).bfloat16()
     with Operators() as work:
         draw_rows(logits, metadata_of([row(temperature=0.6, **fields)] * 8), *kernels)

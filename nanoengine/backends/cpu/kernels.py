@@ -166,7 +166,7 @@ class Kernels:
         return out
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        """Sample tokens with the contract of `sampler.draw_rows`."""
+        """Sample tokens with the contract of `drawing.draw_rows`."""
         tokens, largest = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         arrays = (torch.from_numpy(array) for array in metadata)
         self.call("sample", logits.contiguous(), tokens, largest, *arrays, *logits.shape)
