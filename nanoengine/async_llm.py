@@ -21,8 +21,8 @@ from nanoengine.config import NULLABLE, EngineConfig
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import EngineDeadError, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
+from nanoengine.sampling_params import accepts, takes
 from nanoengine.signals import uninterrupted
-from nanoengine.unknown_arguments import ENGINE_IGNORES, RENAMED, accepts, takes
 
 if TYPE_CHECKING:  # at run time it is imported when metrics are requested
     from nanoengine.metrics import Metric
@@ -62,7 +62,7 @@ class _Mailbox:
         return output
 
 
-@accepts(ENGINE_IGNORES, RENAMED, NULLABLE)
+@accepts("engine", NULLABLE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncConfig(EngineConfig):
     """Holds the settings of an `AsyncLLM`: those of an engine, and a limit."""

@@ -11,8 +11,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 
-from nanoengine.sampling_params import check_bool, check_integer, check_number, choices
-from nanoengine.unknown_arguments import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
+from nanoengine.sampling_params import accepts, check_bool, check_integer, check_number, choices
 
 P = TypeVar("P")
 
@@ -73,7 +72,7 @@ LOWEST |= {"max_model_len": 2, "max_logprobs": -1, "long_prefill_token_threshold
 NULLABLE = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "seed"
 
 
-@accepts(ENGINE_IGNORES, RENAMED, NULLABLE)
+@accepts("engine", NULLABLE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Holds all settings of an engine, like vLLM's EngineArgs. It is immutable.
@@ -194,6 +193,7 @@ class EngineConfig:
     def add_cli_args(cls, parser: P) -> P:
         """Add a flag for each setting, and the defaults of `INSTEAD`, which vLLM's scripts read."""
         from nanoengine.flags import add_flags
+        from nanoengine.unknown_arguments import INSTEAD
 
         target: Any = parser
         add_flags(target, cls)
@@ -205,6 +205,8 @@ class EngineConfig:
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
         """Make a config from the parsed arguments. Attributes that are not settings are ignored."""
+        from nanoengine.unknown_arguments import INSTEAD
+
         names = {*INSTEAD, *(item.name for item in fields(cls))}
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 

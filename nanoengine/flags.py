@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, NoReturn, get_args
 
 from nanoengine.sampling_params import choices
-from nanoengine.unknown_arguments import ENGINE_IGNORES, RENAMED, SERVER_IGNORES, without_unserved
+from nanoengine.unknown_arguments import IGNORED, RENAMED, without_unserved
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -33,7 +33,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             given, unserved = self._split(given)
             served = {flag[2:].replace("-", "_") for flag in self._option_string_actions}
             try:
-                without_unserved(self.prog, unserved, served, ENGINE_IGNORES + SERVER_IGNORES)
+                without_unserved(self.prog, unserved, served, IGNORED["engine"] + IGNORED["server"])
             except (TypeError, ValueError) as error:
                 self.error(str(error))
         return super().parse_args(given, namespace)

@@ -13,9 +13,8 @@ from nanoengine.config import EngineConfig
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, split_prompts
-from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+from nanoengine.sampling_params import RequestOutputKind, SamplingParams, refuse_unserved, takes
 from nanoengine.signals import uninterrupted
-from nanoengine.unknown_arguments import refuse_unserved, takes
 
 
 class LLM(LLMEngine, AbstractContextManager["LLM"]):

@@ -26,11 +26,10 @@ from nanoengine.engine import Collected, Sequence
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling.sampler import UNDRAWN, why_no_token
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams, refuse_unserved
 from nanoengine.signals import uninterrupted
 from nanoengine.thread_ownership import Owner
 from nanoengine.timing import log
-from nanoengine.unknown_arguments import refuse_unserved
 
 if TYPE_CHECKING:  # imported when metrics are read
     from nanoengine.metrics import Metric

@@ -18,7 +18,6 @@ from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
-from nanoengine.unknown_arguments import without_unserved
 
 
 class TextPrompt(TypedDict):
@@ -192,6 +191,8 @@ def read_prompt(
 ) -> tuple[str | None, list[int]]:
     """Return a prompt's text, or None if unknown, and its token ids, all checked to be in the vocabulary."""
     if isinstance(prompt, dict):
+        from nanoengine.unknown_arguments import without_unserved
+
         fields = without_unserved("a prompt dict", prompt, ("prompt", "prompt_token_ids"))
     else:
         fields = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}

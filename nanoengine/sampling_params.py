@@ -1,14 +1,16 @@
-"""Defines `SamplingParams`, the parameters of a request, and the checks for values that users pass."""
+"""Defines `SamplingParams`, the parameters of a request, and the checks for arguments that users pass."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
-from nanoengine.unknown_arguments import SAMPLING_IGNORES, accepts
+Params = TypeVar("Params")
+Arguments = ParamSpec("Arguments")
 
 
 def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
@@ -64,18 +66,6 @@ def choices(hint: Any) -> tuple[str, ...]:
     return tuple(one for one in kinds if isinstance(one, str))
 
 
-LARGEST = 1e30  # far below the overflow of float32
-MAX_SAMPLES = 1024  # per prompt: every sample is a sequence with its own token list, made up front
-# The limits of the fields; for those of OPTIONAL, None is allowed too
-INTEGERS: dict[str, tuple[Any, ...]] = {"n": (1, MAX_SAMPLES), "top_k": (-1,), "min_tokens": (0,)}
-OPTIONAL: dict[str, tuple[Any, ...]] = {"max_tokens": (1,), "seed": (-(2**63), 2**64 - 1)}
-OPTIONAL |= dict.fromkeys(("logprobs", "prompt_logprobs", "truncate_prompt_tokens"), (-1,))
-NUMBERS: dict[str, tuple[Any, ...]] = {
-    **{"temperature": (0.0, LARGEST), "top_p": (0.0, 1.0, True), "min_p": (0.0, 1.0)},
-    **{"presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "repetition_penalty": (1e-4, 1e4)},
-}
-
-
 def num_arguments(processor: Any) -> int:
     """Return how many arguments a logits processor takes. Raises TypeError unless it takes 2 or 3."""
     if isinstance(processor, type):
@@ -98,6 +88,60 @@ def check_processors(given: Any) -> list[Callable[..., Any]]:
     for one in given:
         num_arguments(one)
     return list(given)
+
+
+def refuse_unserved(call: Callable[..., Any], unserved: Mapping[str, Any]) -> None:
+    """Apply the rule of unknown_arguments.py to keyword arguments for which a function has no parameter."""
+    if unserved:
+        from nanoengine.unknown_arguments import without_unserved
+
+        without_unserved(call.__name__, unserved, inspect.signature(call).parameters.keys() - {"unserved"})
+
+
+def accepts(kind: str = "", optional: Iterable[str] = ()) -> Callable[[type[Params]], type[Params]]:
+    """Return a decorator that applies that rule to a class, with the names that are `IGNORED` for its kind.
+
+    For `optional` arguments, None is the default.
+    """
+
+    def decorate(cls: type[Params]) -> type[Params]:
+        make = cls.__init__
+        served = inspect.signature(make).parameters.keys() - {"self"}
+
+        @wraps(make)
+        def __init__(self: Params, *model: Any, **given: Any) -> None:
+            if not given.keys() <= served:
+                from nanoengine.unknown_arguments import IGNORED, without_unserved
+
+                given = without_unserved(cls.__name__, given, served, IGNORED.get(kind, ()))
+            for name in optional:
+                if name in given and given[name] is None:
+                    del given[name]
+            make(self, *model, **given)
+
+        cls.__init__ = __init__  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+def takes(
+    config: Callable[Arguments, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Arguments], None]]:
+    """Return a decorator for an `__init__` that type checkers and editors give a config's parameters."""
+    return lambda init: init
+
+
+LARGEST = 1e30  # far below the overflow of float32
+MAX_SAMPLES = 1024  # per prompt: every sample is a sequence with its own token list, made up front
+# The limits of the fields; for those of OPTIONAL, None is allowed too
+INTEGERS: dict[str, tuple[Any, ...]] = {"n": (1, MAX_SAMPLES), "top_k": (-1,), "min_tokens": (0,)}
+OPTIONAL: dict[str, tuple[Any, ...]] = {"max_tokens": (1,), "seed": (-(2**63), 2**64 - 1)}
+OPTIONAL |= dict.fromkeys(("logprobs", "prompt_logprobs", "truncate_prompt_tokens"), (-1,))
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    **{"temperature": (0.0, LARGEST), "top_p": (0.0, 1.0, True), "min_p": (0.0, 1.0)},
+    **{"presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "repetition_penalty": (1e-4, 1e4)},
+}
 
 
 class RequestOutputKind(Enum):
@@ -146,7 +190,7 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs must have one of {', '.join(kinds)}, got {num} of them")
 
 
-@accepts(SAMPLING_IGNORES)
+@accepts("sampling")
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """Says how to sample, when to stop and what to report. Names and defaults are vLLM's.

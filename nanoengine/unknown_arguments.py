@@ -5,14 +5,10 @@ ignored if its value is a no-op, such as None or False, and refused otherwise. `
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
-from inspect import signature
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 MAX_UNSERVED = 300  # limit on unknown names per call: each is compared with every supported name
-T = TypeVar("T")
-P = ParamSpec("P")
 
 RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
 
@@ -46,13 +42,15 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "verbosity": ("ask for it in a message", "medium"),
 }
 # Names that are accepted at any value, because outputs do not depend on them here.
-ENGINE_IGNORES = (
-    *("disable_custom_all_reduce", "disable_log_requests", "disable_log_stats"),
-    *("max_lora_rank", "max_seq_len_to_capture", "served_model_name", "swap_space"),
-)
-SAMPLING_IGNORES = ("spaces_between_special_tokens",)
-SERVER_IGNORES = ("enable_prompt_tokens_details",)
-REQUEST_IGNORES = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
+IGNORED: dict[str, tuple[str, ...]] = {
+    "engine": (
+        *("disable_custom_all_reduce", "disable_log_requests", "disable_log_stats"),
+        *("max_lora_rank", "max_seq_len_to_capture", "served_model_name", "swap_space"),
+    ),
+    "sampling": ("spaces_between_special_tokens",),
+    "server": ("enable_prompt_tokens_details",),
+    "request": ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"),
+}
 
 
 def is_noop_value(value: Any) -> bool:
@@ -65,17 +63,14 @@ def is_noop_value(value: Any) -> bool:
 
 
 def without_unserved(
-    owner: str,
-    given: Mapping[str, Any],
-    served: Iterable[str],
-    ignored: Iterable[str] = (),
-    renamed: Mapping[str, str] = {},
+    owner: str, given: Mapping[str, Any], served: Iterable[str], ignored: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Return the supported settings, under their names here. Drops unknown ones that are a no-op.
 
     Raises TypeError for a typo, an unknown name with an effect, or a name given twice; and ValueError for an
     unsupported value of a name in `INSTEAD`.
     """
+    renamed = {old: new for old, new in RENAMED.items() if new in served}
     served, left = {*served, *renamed}, dict[str, Any]()
     if len(given.keys() - served) > MAX_UNSERVED:
         raise TypeError(f"{owner} has more than {MAX_UNSERVED} unknown arguments")
@@ -99,40 +94,3 @@ def without_unserved(
             if not is_noop_value(value):
                 raise TypeError(f"{owner} has no argument {name!r}; {name}={value!r:.80} is not supported")
     return left
-
-
-def refuse_unserved(call: Callable[..., Any], unserved: Mapping[str, Any]) -> None:
-    """Apply the rule to keyword arguments for which a function has no parameter."""
-    if unserved:
-        without_unserved(call.__name__, unserved, signature(call).parameters.keys() - {"unserved"})
-
-
-def accepts(
-    ignored: Iterable[str] = (), renamed: Mapping[str, str] = {}, optional: Iterable[str] = ()
-) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that applies the rule to a class. For `optional` arguments, None is the default."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        make = cls.__init__
-        served = signature(make).parameters.keys() - {"self"}
-
-        @wraps(make)
-        def __init__(self: T, *model: Any, **given: Any) -> None:
-            if not given.keys() <= served:
-                given = without_unserved(cls.__name__, given, served, ignored, renamed)
-            for name in optional:
-                if name in given and given[name] is None:
-                    del given[name]
-            make(self, *model, **given)
-
-        cls.__init__ = __init__  # type: ignore[assignment]
-        return cls
-
-    return decorate
-
-
-def takes(
-    config: Callable[P, object],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator for an `__init__` that type checkers and editors give a config's parameters."""
-    return lambda init: init

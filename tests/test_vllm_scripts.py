@@ -15,7 +15,7 @@ from nanoengine import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from nanoengine.config import NULLABLE
 from nanoengine.flags import FlexibleArgumentParser
 from nanoengine.metrics import Histogram
-from nanoengine.unknown_arguments import ENGINE_IGNORES, INSTEAD
+from nanoengine.unknown_arguments import IGNORED, INSTEAD
 from tests.helpers import finish
 
 PROMPTS = ["Hello, my name is", "The president of", "The capital of Franc", "The future of A"]
@@ -38,7 +38,8 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 def test_settings_of_vllm_that_change_nothing_are_accepted():
     settings = dict.fromkeys((*NULLABLE, "tokenizer", "quantization", "hf_overrides", "speculative_config"))
-    settings |= dict.fromkeys(ENGINE_IGNORES, 4) | dict.fromkeys(("dtype", "kv_cache_dtype", "task"), "auto")
+    settings |= dict.fromkeys(("dtype", "kv_cache_dtype", "task"), "auto")
+    settings |= dict.fromkeys(IGNORED["engine"], 4)
     assert EngineArgs(model="m", runner="generate", **settings) == EngineArgs(model="m")
     assert EngineArgs(model="m", num_gpu_blocks_override=7).num_kv_blocks == 7
     off = dict.fromkeys(("best_of", "structured_outputs", "guided_decoding", "truncate_prompt_tokens"))

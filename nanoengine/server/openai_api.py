@@ -28,7 +28,7 @@ from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import PromptTooLongError, check_unicode, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 from nanoengine.server.token_logprobs import TokenNames, best_first, clamped
-from nanoengine.unknown_arguments import MAX_UNSERVED, REQUEST_IGNORES, SAMPLING_IGNORES, without_unserved
+from nanoengine.unknown_arguments import IGNORED, MAX_UNSERVED, without_unserved
 
 MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searched for at every token
 # The SamplingParams fields that a request may set. Fields of the API determine the others.
@@ -105,7 +105,8 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
 def sampling_fields(body: BaseModel, sampled: Set[str], ignored: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a request's fields in `sampled` that are not null. Raises APIError for another one."""
     extra, found = body.model_extra or {}, dict[str, Any]()
-    served, ignored = sampled | type(body).model_fields.keys(), ignored + SAMPLING_IGNORES + REQUEST_IGNORES
+    served = sampled | type(body).model_fields.keys()
+    ignored += IGNORED["sampling"] + IGNORED["request"]
     if len(extra) > MAX_UNSERVED:
         raise APIError(400, f"the request has more than {MAX_UNSERVED} fields")
     for name, value in extra.items():
