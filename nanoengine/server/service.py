@@ -62,11 +62,10 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncGenerator[bytes], waiting: bytes = b": waiting\n\n") -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.events, self.waiting, self.last_sent = events, waiting, 0.0  # seconds of time.monotonic()
+        self.events, self.waiting, self.last_sent = events, waiting, time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. `Gate` cancels this call when the client disconnects."""
-        self.last_sent = time.monotonic()
         send_chunk = scope.get("state", {}).get("send_chunk") if scope.get("http_version") == "1.1" else None
 
         async def send_part(content: bytes) -> None:
