@@ -61,19 +61,9 @@ def metadata_of(
 
 
 def check_attention(
-    backend,
-    lens,
-    block_size,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    v_head_dim=None,
-    dtype=torch.float32,
-    stale=None,
-    device="cpu",
-    int8=False,
-    **settings,
-):
+    backend, lens, block_size, heads=4, kv_heads=2, head_dim=16, v_head_dim=None, dtype=torch.float32,
+    stale=None, device="cpu", int8=False, **settings,
+):  # fmt: skip
     """Blocks are scattered at random; `stale` fills the slots that hold no token of these sequences.
 
     Blocks of which a window sees nothing have fallen out of the tables, and the null block holds NaN.
@@ -123,9 +113,8 @@ def check_attention(
         full_k, full_v = past[i]
         full_k[-new:], full_v[-new:] = k[rows], v[rows]
         if int8:
-            full_k, full_v = (
-                int8_cache.dequantize(int8_cache.quantize(x), torch.float32) for x in (full_k, full_v)
-            )
+            held = map(int8_cache.quantize, (full_k, full_v))
+            full_k, full_v = (int8_cache.dequantize(x, torch.float32) for x in held)
         expected = dense(q[rows], full_k, full_v, head_dim**-0.5, **settings)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out[rows].cpu().double(), expected, atol=tolerance, rtol=tolerance)
