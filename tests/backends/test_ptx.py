@@ -24,22 +24,22 @@ EDGES = [(1, 200), (1, 192), (1, 64), (22, 112), (3, 3)]  # splits of 64; a tile
 NO_POWERS_OF_2 = {"heads": 6, "head_dim": 24, "v_head_dim": 20}
 
 
-def execute(generation, lens, dtype, edit=None, module=backend, max_programs=None, **settings):
+def execute(generation, lens, dtype, edit=None, max_programs=None, **settings):
     """Check attention computed by emulated kernels. Splits are small, a program computes several of them, and
     memory that has not been written is NaN.
     """
-    emulated = [Emulated(getattr(module, name), generation, edit) for name in KERNELS]
+    emulated = [Emulated(getattr(backend, name), generation, edit) for name in KERNELS]
     with pytest.MonkeyPatch.context() as patch:
         for name, kernel in zip(KERNELS, emulated, strict=True):
-            patch.setattr(module, name, kernel)
-        patch.setattr(module, "generation", lambda device: generation)
-        patch.setattr(module, "MIN_SPAN", 64)
-        patch.setattr(module, "MAX_PROGRAMS", max_programs or 2 * len(lens))
+            patch.setattr(backend, name, kernel)
+        patch.setattr(backend, "generation", lambda device: generation)
+        patch.setattr(backend, "MIN_SPAN", 64)
+        patch.setattr(backend, "MAX_PROGRAMS", max_programs or 2 * len(lens))
         unwritten = functools.partial(torch.full, fill_value=torch.nan)
         patch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
         patch.setattr(torch.Tensor, "new_empty", lambda x, *shape: unwritten(shape, dtype=x.dtype))
-        settings = {"heads": 8, "head_dim": 64, "stale": torch.nan, **settings}
-        check_attention(module.TritonAttention, lens, settings.pop("block_size", 16), dtype=dtype, **settings)
+        settings = {"block_size": 16, "heads": 8, "head_dim": 64, "stale": torch.nan, **settings}
+        check_attention(backend.TritonAttention, lens, dtype=dtype, **settings)
     return emulated
 
 
@@ -66,9 +66,7 @@ SLOW_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("generation", "lens", "dtype", "settings"),
-    [*CASES, *slow(*SLOW_CASES)],
-    ids=case_id,
+    ("generation", "lens", "dtype", "settings"), [*CASES, *slow(*SLOW_CASES)], ids=case_id
 )
 def test_what_triton_compiles_for_a_gpu_equals_dense_attention(generation, lens, dtype, settings):
     execute(generation, lens, dtype, **settings)
@@ -222,8 +220,6 @@ def test_removing_any_barrier_fence_or_wait_is_noticed(generation, dtype, head_d
                     run(lambda ptx, named, pair=(original, mutant): pair[1] if ptx == pair[0] else ptx)
                 except Fault:
                     continue
-                place = re.findall(
-                    r"triton_attention\.py:(\d+):\d+(?: \])*$", mutant[: match.start()], re.MULTILINE
-                )
+                place = re.findall(r"(?m)triton_attention\.py:(\d+):\d+(?: \])*$", mutant[: match.start()])
                 survivors.append((kind, lines[int(place[-1]) - 1].strip()))
     assert set(survivors) <= REDUNDANT, survivors

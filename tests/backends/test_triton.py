@@ -20,14 +20,7 @@ from nanoengine.backends import triton_attention as backend
 from nanoengine.backends.cuda import try_out
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import Settings
-from nanoengine.backends.triton_attention import (
-    FLOAT32,
-    MAX_PROGRAMS,
-    MAX_SPLITS,
-    MIN_SPAN,
-    TILES,
-    TritonAttention,
-)
+from nanoengine.backends.triton_attention import MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
 from tests.attention import (
     ALL_DECODES,
     ALL_FRESH,
@@ -129,11 +122,7 @@ SLOW_CASES = [
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    ("lens", "settings"),
-    [*CASES, *slow(*SLOW_CASES)],
-    ids=case_id,
-)
+@pytest.mark.parametrize(("lens", "settings"), [*CASES, *slow(*SLOW_CASES)], ids=case_id)
 def test_any_batch_and_layer_equals_dense_attention(lens, settings):
     check_attention(TritonAttention, lens, device=DEVICE, **{"block_size": 16, **settings})
 
@@ -179,10 +168,7 @@ def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
 @runs_kernels
 @pytest.mark.parametrize(
     ("dtype", "settings"),
-    [
-        (torch.float32, {}),
-        *slow((torch.bfloat16, {}), (torch.float32, {"window": 300, "softcap": 3.0})),
-    ],
+    [(torch.float32, {}), *slow((torch.bfloat16, {}), (torch.float32, {"window": 300, "softcap": 3.0}))],
 )
 def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(dtype, settings):
     seqs = [(0, 1, 300), (1, 1, 5), (2, 20, 45), (3, 1, 32), (4, 3, 3), (5, 1, 33)]
@@ -214,7 +200,7 @@ def test_a_tile_writes_its_own_rows_and_no_others(monkeypatch):
 
     monkeypatch.setattr(backend, "_attend_kernel", FirstTile())
     out = attend([(0, 30, 30)], torch.float32)[0]
-    written = FLOAT32.rows // 3  # three heads to a token
+    written = backend.FLOAT32.rows // 3  # three heads to a token
     assert torch.equal(out[:written], whole[:written])
     assert out[written:].isnan().all()
 
@@ -225,10 +211,7 @@ CHUNKS = {"num_kv_blocks": 5, "max_num_batched_tokens": 30}  # and preemption
 @interpreted
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [
-        ("qwen2 sliding from layer 1", CHUNKS),
-        *slow(("qwen3", {}), ("qwen3", CHUNKS), ("gemma3", CHUNKS)),
-    ],
+    [("qwen2 sliding from layer 1", CHUNKS), *slow(("qwen3", {}), ("qwen3", CHUNKS), ("gemma3", CHUNKS))],
 )
 def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_factory):
     path, reference = checkpoint(model, tmp_path_factory)
@@ -316,9 +299,7 @@ SHAPES = DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING
     [
         ("sm90", DENSE),
         ("gfx942", NARROW),
-        *slow(
-            *((generation, x) for generation in TILES for x in SHAPES if (generation, x[0]) != ("sm75", HALF))
-        ),
+        *slow(*((name, x) for name in TILES for x in SHAPES if (name, x[0]) != ("sm75", HALF))),
     ],
 )
 def test_the_kernels_compile_without_spilling_and_use_tensor_cores(generation, case, monkeypatch, tmp_path):

@@ -28,7 +28,7 @@ ODD, WIDE, BYTES = (70, 96, 4, 32, True), (33, 256, 4, 128, False), (65, 128, 8,
 SMALL_GROUPS, LONG, BYTES_OF_32 = (20, 48, 4, 16, True), (16, 1280, 4, 64, True), (70, 96, 8, 32, False)
 
 
-def check_product(num_tokens, shape, dtype, module=backend, has_bias=True, device="cpu"):
+def check_product(num_tokens, shape, dtype, has_bias=True, device="cpu"):
     """Compare a layer's outputs with the products of its dequantized weight, in double precision."""
     torch.manual_seed(0)
     weight = quantized(*shape)
@@ -37,7 +37,7 @@ def check_product(num_tokens, shape, dtype, module=backend, has_bias=True, devic
     plain = weight.dequantize(dtype)
     expected = x.double() @ plain.double().T + (0 if bias is None else bias.double())
     where = torch.device(device)
-    layer = module.TritonLinear(weight, None if bias is None else bias.to(where), dtype, where)
+    layer = backend.TritonLinear(weight, None if bias is None else bias.to(where), dtype, where)
     assert torch.equal(layer.weight.cpu(), plain)
     out = layer(x.to(where)).cpu()
     assert out.dtype == dtype
@@ -47,22 +47,12 @@ def check_product(num_tokens, shape, dtype, module=backend, has_bias=True, devic
     assert (out.double() - expected).abs().max() <= rounding * expected.abs().max()
 
 
-def execute(generation, num_tokens, shape, dtype, module=backend):
-    """Check a product computed by the emulated kernel. Memory that has not been written is NaN."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_linear_kernel", Emulated(module._linear_kernel, generation))
-        patch.setattr(module, "generation", lambda device: generation)
-        unwritten = functools.partial(torch.full, fill_value=torch.nan)
-        patch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
-        check_product(num_tokens, shape, dtype, module)
-
-
-CASES = [
+CASES = (
     ("sm80", 3, ODD, BRAIN),
     ("sm80", 17, WIDE, HALF),
     ("sm90", 2, LONG, BRAIN),
     ("sm90", 70, BYTES, BRAIN),
-]
+)
 SLOW_CASES = [
     *(
         (generation, num_tokens, shape, dtype)
@@ -76,12 +66,15 @@ SLOW_CASES = [
 
 
 @executed
-@pytest.mark.parametrize(
-    ("generation", "num_tokens", "shape", "dtype"),
-    [*CASES, *slow(*SLOW_CASES)],
-)
-def test_what_triton_compiles_for_a_gpu_equals_the_dequantized_product(generation, num_tokens, shape, dtype):
-    execute(generation, num_tokens, shape, dtype)
+@pytest.mark.parametrize(("generation", "num_tokens", "shape", "dtype"), [*CASES, *slow(*SLOW_CASES)])
+def test_what_triton_compiles_for_a_gpu_equals_the_dequantized_product(
+    generation, num_tokens, shape, dtype, monkeypatch
+):
+    monkeypatch.setattr(backend, "_linear_kernel", Emulated(backend._linear_kernel, generation))
+    monkeypatch.setattr(backend, "generation", lambda device: generation)
+    unwritten = functools.partial(torch.full, fill_value=torch.nan)  # memory, until a kernel writes to it
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
+    check_product(num_tokens, shape, dtype)
 
 
 @runs_kernels
@@ -248,12 +241,11 @@ def test_what_cannot_stay_quantized_is_in_the_first_line(flash_doubles, tmp_path
     backend._try_out.cache_clear()
     reason = "weights dequantized: triton_linear failed when tried: RuntimeError: it computed wrong results"
     assert line_of(quantized(*ODD)) == ([None, None], [reason])
-    model = write(tmp_path, *CHECKPOINTS["awq"][:2])
+    write(tmp_path, *CHECKPOINTS["awq"][:2])
     with LLM(str(tmp_path), num_kv_blocks=40, max_num_seqs=2, dtype="bfloat16") as llm:
         assert llm.generate([[1]], use_tqdm=False)
     assert f"({reason})" in caplog.messages[-1]
     assert "awq weights, dequantized," in caplog.messages[-1]
-    assert model is not None
 
 
 @runs_kernels
