@@ -26,18 +26,8 @@ SELECTION = """
 
 def run(files, selection, processor):
     """Run tests with kernels compiled for a processor, in the emulator. Return what they print."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "tests.neon",
-        "-k",
-        " ".join(selection.split()),
-    ]
-    command += [f"tests/{name}.py" for name in files]
+    options = ["-q", "-x", "-p", "tests.neon", "-k", " ".join(selection.split())]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{name}.py" for name in files)]
     env = os.environ | {"OMP_NUM_THREADS": "2", "NEON_PROCESSOR": processor}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
