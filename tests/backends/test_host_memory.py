@@ -78,52 +78,52 @@ def test_allocating_more_memory_than_there_is_raises_a_runtime_error():
 
 
 GIB = 2**30
-V2, V1 = "0::/a/b", "4:memory:/a/b"
-NAMES = {  # version -> the folder of its groups, the names of limit and use, the start of the counts' names
-    V2: ("sys/fs/cgroup", "memory.max", "memory.current", ""),
-    V1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-}
 
 
-def write_memberships(root, *lines):
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text("\n".join(["5:devices:/x", *lines]) + "\n")
-
-
-def lay_out(root, groups):
-    """Write cgroup files as the system shows them: for each group its limit, use and cached bytes, in GiB."""
-    for (line, path), (limit, used, cached) in groups.items():
-        base, limit_name, used_name, start = NAMES[line]
-        folder = root / base / path
+def lay_out(root, controller, groups):
+    """Write cgroup files as the system shows them: of each version and group, the contents by name."""
+    memberships = ["5:devices:/x", "4:cpuset:/a/b"]
+    for (version, path), files in groups.items():
+        memberships.append("0::/a/b" if version == 2 else f"3:{controller},cpuacct:/a/b")
+        folder = root / "sys/fs/cgroup" / ("" if version == 2 else controller) / path
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / limit_name).write_text(f"{limit if limit == 'max' else int(limit * GIB)}\n")
-        (folder / used_name).write_text(f"{int(used * GIB)}\n")
-        stat = f"anon 5\n{start}inactive_file {int(cached * GIB)}\n{start}active_file 0\n"
-        (folder / "memory.stat").write_text(stat)
-    write_memberships(root, *{line for line, _ in groups})
+        for name, content in files.items():
+            (folder / f"{controller}.{name}").write_text(f"{content}\n")
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("\n".join(memberships) + "\n")
+
+
+def memory_files(version, limit, used, cached, *high):
+    """Return the files of a group with these numbers, in GiB."""
+    names = ("max", "current", "high") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+    sizes = zip(names, (limit, used, *high), strict=False)
+    start = "" if version == 2 else "total_"
+    stat = f"anon 5\n{start}inactive_file {int(cached * GIB)}\n{start}active_file 0"
+    return {name: x if x == "max" else int(x * GIB) for name, x in sizes} | {"stat": stat}
 
 
 @pytest.mark.parametrize(
     ("groups", "left", "limit"),
     [
         ({}, 100, ""),
-        ({(V2, "a/b"): (4, 1, 0)}, 3, "4.0"),
-        ({(V1, "a/b"): (4, 1, 0)}, 3, "4.0"),
-        ({(V2, "a/b"): (4, 3, 2)}, 3, "4.0"),  # 2 of 3 used are cached files
-        ({(V1, "a/b"): (4, 3, 2)}, 3, "4.0"),
-        ({(V2, "a/b"): ("max", 1, 0), (V2, "a"): (8, 6, 0)}, 2, "8.0"),  # the parent's limit
-        ({(V2, "a/b"): (5, 1, 0), (V2, "a"): (8, 6, 0), (V1, "a/b"): (3, 2, 0)}, 1, "3.0"),
-        ({(V1, ""): (2, 0.5, 0)}, 1.5, "2.0"),  # in a container: its group's folder is the base
-        ({(V2, "a/b"): (1, 2, 0)}, 0, "1.0"),
-        ({(V2, "a/b"): (2**33, 1, 0)}, 100, ""),  # far above what the machine has
+        *(({(version, "a/b"): (4, 1, 0)}, 3, "limit is 4.0") for version in (1, 2)),
+        *(({(version, "a/b"): (4, 3, 2)}, 3, "limit is 4.0") for version in (1, 2)),  # 2 are cached files
+        ({(2, "a/b"): ("max", 1, 0), (2, "a"): (8, 6, 0)}, 2, "limit is 8.0"),  # the parent's limit
+        ({(2, "a/b"): (5, 1, 0), (2, "a"): (8, 6, 0), (1, "a/b"): (3, 2, 0)}, 1, "limit is 3.0"),
+        ({(1, ""): (2, 0.5, 0)}, 1.5, "limit is 2.0"),  # in a container: its group's folder is the base
+        ({(2, "a/b"): (1, 2, 0)}, 0, "limit is 1.0"),
+        ({(2, "a/b"): (2**33, 1, 0)}, 100, ""),  # far above what the machine has
+        *(({(2, "a/b"): (4, 1, 0), (2, x): (4, 1, 0, 3)}, 2, "memory.high is 3.0") for x in ("a/b", "a", "")),
+        *(({(2, "a/b"): (4, 1, 0, high)}, 3, "limit is 4.0") for high in ("max", 6)),
+        ({(2, "a/b"): (4, 1, 0, 0.5)}, 0, "memory.high is 0.5"),
     ],
 )
 def test_available_memory_is_the_least_of_machine_and_cgroups(groups, left, limit, tmp_path, monkeypatch):
-    lay_out(tmp_path, groups)
+    lay_out(tmp_path, "memory", {group: memory_files(group[0], *sizes) for group, sizes in groups.items()})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
     found = available_memory(tmp_path)
     assert found.num_bytes == left * GIB
-    assert found.limit == (limit and f"the cgroup's limit is {limit} GiB")
+    assert found.limit == (limit and f"the cgroup's {limit} GiB")
     assert str(found) == f"{left:.1f} GiB available" + (found.limit and f" ({found.limit})")
 
 
@@ -139,19 +139,6 @@ def test_the_cache_takes_half_of_what_is_available_and_no_more_can_be_asked_for(
     for size in ({"kv_cache_bytes": 201 << 20}, {"num_kv_blocks": 1 << 20}):
         with pytest.raises(ValueError, match=r"0.2 GiB available \(a reason\); lower num_kv_blocks"):
             LLM("demo", **size)
-
-
-@pytest.mark.parametrize(("high", "left"), [("max", 3), (3, 2), (6, 3), (0.5, 0)])
-@pytest.mark.parametrize("path", ["a/b", "a", ""])
-def test_memory_high_of_every_level_bounds_the_available_memory(path, high, left, tmp_path, monkeypatch):
-    limit = "limit is 4.0" if left == 3 else f"memory.high is {float(high)}"
-    lay_out(tmp_path, {(V2, "a/b"): (4, 1, 0), (V2, path): (4, 1, 0)})
-    high = high if high == "max" else int(high * GIB)
-    (tmp_path / NAMES[V2][0] / path / "memory.high").write_text(f"{high}\n")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
-    found = available_memory(tmp_path)
-    assert found.num_bytes == left * GIB
-    assert limit in found.limit
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -176,25 +163,6 @@ def test_limits_of_the_process_bound_the_available_memory(kind, used):
         resource.setrlimit(name, before)
 
 
-CPU_NAMES = {  # version -> the line of the membership, the folder of its groups
-    2: ("0::/a/b", "sys/fs/cgroup"),
-    1: ("3:cpu,cpuacct:/a/b", "sys/fs/cgroup/cpu"),
-}
-
-
-def lay_out_quotas(root, quotas):
-    """Write cgroup files as the system shows them: for each version and group its quota and its period."""
-    for (version, path), (quota, period) in quotas.items():
-        folder = root / CPU_NAMES[version][1] / path
-        folder.mkdir(parents=True, exist_ok=True)
-        if version == 2:
-            (folder / "cpu.max").write_text(f"{quota} {period}\n")
-        else:
-            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-            (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
-    write_memberships(root, "4:cpuset:/a/b", *(CPU_NAMES[version][0] for version, _ in quotas))
-
-
 @pytest.mark.parametrize(
     ("quotas", "expected"),
     [
@@ -211,7 +179,13 @@ def lay_out_quotas(root, quotas):
     ],
 )
 def test_the_cpu_quota_is_the_least_of_the_cgroups_up_to_the_root(quotas, expected, tmp_path):
-    lay_out_quotas(tmp_path, quotas)
+    files = {
+        group: {"max": f"{quota} {period}"}
+        if group[0] == 2
+        else {"cfs_quota_us": quota, "cfs_period_us": period}
+        for group, (quota, period) in quotas.items()
+    }
+    lay_out(tmp_path, "cpu", files)
     assert cpu_quota(tmp_path) == expected
 
 
@@ -256,7 +230,7 @@ def test_in_a_real_cgroup_there_are_as_many_threads_as_its_quota_allows():
 def test_in_a_real_cgroup_the_cache_is_sized_by_its_limit():
     sizes = "num_kv_blocks=9", "max_num_seqs=10_000", "num_kv_blocks=200_000"
     script = "from nanoengine import LLM\n" + "; ".join(f"LLM('demo', {size}).close()" for size in sizes)
-    with cgroup("memory", {name: str(GIB) for _, name, *_ in NAMES.values()}) as run:
+    with cgroup("memory", dict.fromkeys(("memory.max", "memory.limit_in_bytes"), str(GIB))) as run:
         said = run(script).stderr
     assert re.search(r"0\.[234] GiB of the 0\.[3-9] GiB available \(the cgroup's limit is", said)
     assert "ValueError: too little memory for a KV cache of 200000 blocks" in said
