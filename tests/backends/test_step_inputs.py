@@ -33,28 +33,21 @@ def test_a_mixed_batch_is_laid_out_flat():
     assert inputs.metadata.has_cached_tokens
 
 
-def test_needed_rows_are_the_sampled_ones_and_whole_prompts_with_logprobs():
-    decode = make_sequence(0, [10, 11, 12], block_table=[7])
-    chunk = make_sequence(1, [20, 21, 22, 23, 24, 25, 26], block_table=[3, 5])
-    prompt = make_sequence(2, [30, 31], block_table=[9])
-    asked = make_sequence(3, [40, 41, 42, 43], block_table=[8])
+def test_a_batch_says_which_rows_are_needed_whether_tokens_are_cached_and_how_many_decodes_begin_it():
+    one, two, asked = (make_sequence(i, [1] * 5, block_table=[1, 2]) for i in range(3))
     asked.prompt_logprobs = 0
-    batch = batch_of((decode, 2, 3), (chunk, 2, 6), (prompt, 0, 2), (asked, 0, 3))
-    assert build_inputs(batch, 4).metadata.needed_rows.tolist() == [0, 6, 7, 8, 9]
-    assert build_inputs(batch_of((chunk, 2, 6)), 4).metadata.needed_rows.tolist() == []
-
-
-def test_decodes_at_the_beginning_of_a_batch_are_counted():
-    one, two, three = (make_sequence(i, [1] * 5, block_table=[1, 2]) for i in range(3))
-    a, b, chunk = (one, 4, 5), (two, 2, 3), (three, 1, 3)
-    for chunks, expected in [((a, b), 2), ((a, b, chunk), 2), ((a, chunk, b), 1), ((chunk, a), 0)]:
-        assert build_inputs(batch_of(*chunks), 4).metadata.num_leading_decodes == expected
-
-
-def test_a_batch_has_cached_tokens_if_any_sequence_does():
-    one, two = make_sequence(0, [1, 2, 3], block_table=[7]), make_sequence(1, [4, 5, 6], block_table=[3])
-    assert not build_inputs(batch_of((one, 0, 3), (two, 0, 2)), 4).metadata.has_cached_tokens
-    assert build_inputs(batch_of((one, 0, 3), (two, 1, 2)), 4).metadata.has_cached_tokens
+    decode, chunk, last = (one, 4, 5), (two, 1, 3), (two, 2, 5)
+    for chunks, needed, num_decodes, is_cached in (
+        ([decode, (two, 2, 3)], [0], 2, True),  # the row of a chunk of one token is not sampled
+        ([decode, (two, 4, 5), chunk], [0, 1], 2, True),
+        ([decode, last, (asked, 0, 3), (one, 4, 5)], [0, 3, 4, 5, 6, 7], 1, True),
+        ([chunk, decode], [2], 0, True),
+        ([(one, 0, 5), (two, 0, 2)], [4], 0, False),
+        ([(one, 0, 5), chunk], [4], 0, True),
+    ):
+        metadata = build_inputs(batch_of(*chunks), 4).metadata
+        assert metadata.needed_rows.tolist() == needed
+        assert (metadata.num_leading_decodes, metadata.has_cached_tokens) == (num_decodes, is_cached)
 
 
 def test_decodes_are_padded_with_sequences_in_the_null_block():
@@ -77,14 +70,9 @@ def test_decodes_are_padded_with_sequences_in_the_null_block():
     assert padded.metadata.has_cached_tokens
 
 
-@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 9, 17, 97, 100, 128, 130, 256, 500, 512])
-def test_graph_sizes_end_at_the_largest_batch_and_grow_in_small_steps(largest):
+@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 9, 17, 97, 100, 128, 130, 256, 500, 512, 1000])
+def test_graph_sizes_end_at_the_largest_batch_or_at_512_and_grow_in_small_steps(largest):
     sizes = graph_sizes(largest)
     assert sizes == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert sizes[-1] == largest
+    assert (sizes[0], sizes[-1]) == (1, min(largest, 512))
     assert all(above - below <= max(8, below // 8) for below, above in pairwise(sizes))
-
-
-def test_a_batch_of_more_than_512_has_no_graph():
-    assert graph_sizes(1000)[-1] == 512
