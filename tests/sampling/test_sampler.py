@@ -123,32 +123,31 @@ def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed(vocab_siz
     assert chi_square_fits(drawn, logits.double().softmax(0).tolist())
 
 
-def test_edits_and_reports_of_a_row_are_the_same_alone_and_in_any_batch():
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(14, 50, generator=generator)
+def test_a_row_samples_the_same_alone_and_in_any_batch():
     choices = [
         {"logit_bias": {3: 2.0, 7: -1.0}, "logprobs": 2},
         {"repetition_penalty": 1.7, "logprobs": 0},
         {"presence_penalty": 0.5, "frequency_penalty": 0.3},
         {"allowed_token_ids": [1, 2, 30, 2], "logprobs": -1},
         {"min_tokens": 5, "logprobs": 2},
-        {},
         {"repetition_penalty": 0.8, "logit_bias": {1: 1.0}, "min_tokens": 3, "presence_penalty": -1.0},
+        *({}, {"temperature": 0}, {"top_k": 3}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9}),
+        *({"min_p": 0.2}, {"top_k": 2000}, {"temperature": 0.01, "top_k": 1}, {"bad_words": ["x"]}),
     ]
     rows = []
-    for i in range(14):
+    for i, fields in enumerate(choices * 3):
         token_ids = [(i * j) % 50 for j in range(1, 9)]
-        built = row(SamplingParams(**choices[i % 7]), token_ids, 5, seed=i, stop_ids=(4, 9))
-        rows.append(replace(built, bad_words=((token_ids[-1], 6), (8,)) if i % 3 == 0 else ()))
-    rows[5] = replace(rows[5], params=SamplingParams(bad_words=["x"]))
+        built = row(SamplingParams(**fields), token_ids, 5, seed=i, stop_ids=(4, 9))
+        rows.append(replace(built, bad_words=((token_ids[-1], 6), (8,)) if i % 4 == 0 else ()))
+    logits = torch.randn(len(rows), 3000).bfloat16()  # with many equal logits
     token_ids, reports = sample(logits, rows)
-    for i in range(14):
-        alone, report = sample(logits[i : i + 1], [rows[i]])
-        assert token_ids[i] == alone[0]
-        assert (reports[i] is None) == (report[0] is None)
+    for i, one in enumerate(rows):
+        (alone,), (report,) = sample(logits[i : i + 1], [one])
+        assert token_ids[i] == alone
+        assert (reports[i] is None) == (report is None)
         for token_id, entry in (reports[i] or {}).items():
-            assert entry.rank == report[0][token_id].rank
-            assert entry.logprob == pytest.approx(report[0][token_id].logprob, abs=1e-6)
+            assert entry.rank == report[token_id].rank
+            assert entry.logprob == pytest.approx(report[token_id].logprob, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
@@ -233,15 +232,19 @@ def test_logprobs_hold_the_sampled_token_and_the_most_probable_ones_from_the_raw
 
 
 class Work(TorchDispatchMode):
-    """Counts the entries that operations read or write."""
+    """Counts operations, the entries that they read or write, and notes the shapes that are sorted."""
 
-    entries = 0
+    def __init__(self):
+        super().__init__()
+        self.entries, self.calls, self.sorted = 0, 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func._schema.name.startswith("aten::index_fill"):
+        result, name = func(*args, **(kwargs or {})), func._schema.name
+        self.calls += "view" not in name
+        self.sorted += [args[0].shape] if "sort" in name else []
+        if name.startswith("aten::index_fill"):
             self.entries += args[2].numel() * args[0].numel() // args[0].shape[args[1]]
-        elif "view" not in func._schema.name:
+        elif "view" not in name:
             tensors = [one for one in tree_leaves((args[1:], result)) if isinstance(one, torch.Tensor)]
             self.entries += max((one.numel() for one in tensors), default=0)
         return result
@@ -309,12 +312,6 @@ def test_arrays_of_a_request_are_made_once_and_shared_by_its_samples_in_every_ba
             after[:] = logits[batch]
             edit_logits(after, chosen, settings)
             assert torch.equal(after, before[batch])
-
-
-def test_the_caller_s_logits_are_not_modified():
-    logits = LOGITS.unsqueeze(0).clone()
-    sample(logits, [row(repetition_penalty=2.0, min_tokens=1, stop_ids=(1,), top_k=2, temperature=0.5)])
-    assert torch.equal(logits[0], LOGITS)
 
 
 def filtered_by_sorting(scaled, params):
@@ -391,22 +388,13 @@ def test_the_kernel_finds_top_k_anywhere_in_the_vocabulary():
     assert set(sample(logits.expand(200, -1), rows)[0]) == set(range(0, 640, 64))
 
 
-def test_a_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch):
-    sorted_rows = []
-    sort = torch.Tensor.sort
-
-    def count(self, *args, **kwargs):
-        if self.shape[1] == len(LOGITS):  # not among the few that a top_k selects
-            sorted_rows.append(len(self))
-        return sort(self, *args, **kwargs)
-
-    monkeypatch.setattr("torch.Tensor.sort", count)
-    monkeypatch.setitem(globals(), "LOGITS", torch.randn(2000))
+def test_a_vocabulary_is_sorted_only_for_top_p_without_top_k():
     fields = [{"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}, {"temperature": 0, "top_p": 0.5}, {}]
-    sample(LOGITS.expand(len(fields), -1), [row(**f) for f in fields])
-    assert sorted_rows == []
-    sample(LOGITS.expand(3, -1), [row(top_k=2), row(top_p=0.5), row()])
-    assert sorted_rows == [1]
+    for chosen, sorted_rows in ((fields, []), ([{"top_k": 2}, {"top_p": 0.5}, {}], [1])):
+        with Work() as work:
+            draw_rows(torch.randn(len(chosen), 2000), metadata_of([row(**one) for one in chosen]))
+        # The few that a top_k selects may be sorted.
+        assert [len_rows for len_rows, width in work.sorted if width == 2000] == sorted_rows
 
 
 class LiveBytes(TorchDispatchMode):
@@ -456,16 +444,6 @@ def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(stride, monk
     assert peak_processed * 256 * 151_936 <= 3 << 28
 
 
-class Operators(Work):
-    """Also counts the operators."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += "view" not in func._schema.name
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 @pytest.mark.parametrize(
     ("fields", "kernels", "most_passes", "most_calls"),
     [
@@ -477,15 +455,7 @@ class Operators(Work):
 def test_few_passes_read_all_logits(fields, kernels, most_passes, most_calls, monkeypatch):
     monkeypatch.setattr("nanoengine.sampling.drawing.CACHED_LOGITS", 1 << 30)  # all rows at once, as on a GPU
     logits = torch.randn(8, 1 << 17).bfloat16()
-    with Operators() as work:
+    with Work() as work:
         draw_rows(logits, metadata_of([row(temperature=0.6, **fields)] * 8), *kernels)
     assert work.entries < most_passes * logits.numel()
     assert work.calls < most_calls
-
-
-def test_a_row_samples_the_same_alone_and_in_any_batch():
-    fields = [{"temperature": 0}, {}, {"top_k": 3}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9}]
-    fields += [{"min_p": 0.2}, {"top_k": 2000}, {"temperature": 0.01, "top_k": 1}]
-    rows = [row(seed=i, token_ids=range(i + 1), **f) for i, f in enumerate(fields * 3)]
-    logits = torch.randn(len(rows), 3000).bfloat16()  # with many equal logits
-    assert sample(logits, rows)[0] == [sample(logits[i : i + 1], [one])[0][0] for i, one in enumerate(rows)]
