@@ -54,6 +54,11 @@ def test_each_kind_of_batch_calls_the_functions_made_for_it(flash_doubles):
         flash_doubles.clear()
         check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16)
         assert flash_doubles == dict.fromkeys(path, 1)
+    # The query heads of a KV head, if it has several, in one; of a mixed batch, those of the decodes.
+    for lens, kv_heads, is_packed in ((ALL_DECODES, 1, True), (ALL_DECODES, 4, False), (MIXED, 2, True)):
+        flash_doubles.clear()
+        check_attention(VarlenAttention, lens, 256, kv_heads=kv_heads, dtype=torch.bfloat16)
+        assert flash_doubles["varlen packed"] == is_packed
 
 
 def decodes(num_seqs, num_blocks=1):
@@ -82,17 +87,6 @@ def test_a_batch_is_padded_to_the_next_graph_if_it_is_all_decodes(max_num_seqs):
     assert graphs.pad(larger := decodes(max_num_seqs + 1)) is larger
     wide = graphs.pad(decodes(max_num_seqs, 9)).metadata.block_tables
     assert wide.shape[1] == (160 if max_num_seqs == 40 else 32)  # the next of `graph_widths`, not the widest
-
-
-@pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("lens", [MIXED, [(1, 300), (1, 2000)], [(5, 600), (3, 700)]])
-@pytest.mark.parametrize("head_dim", [64, *slow(128), 256])
-@pytest.mark.parametrize("window", [None, 300])
-def test_varlen_attn_writes_all_rows_even_if_keys_are_split(flash_doubles, kv_heads, lens, head_dim, window):
-    shape = {"heads": 4, "kv_heads": kv_heads, "head_dim": head_dim}
-    check_attention(VarlenAttention, lens, 256, **shape, dtype=torch.bfloat16, window=window)
-    are_packed = window is None and kv_heads < 4 and lens[0][0] == 1  # the decodes at the beginning
-    assert flash_doubles["varlen packed"] == are_packed  # the query heads of a KV head in one
 
 
 # ---- Choosing a backend --------------------------------------------------------------------------
@@ -252,11 +246,13 @@ def test_enforce_eager_also_disables_triton(in_float32, first_line):
 CANNOT_CAPTURE = RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile ...")
 
 
-def test_a_failed_capture_leaves_eager_steps_and_the_line_says_why(in_float32, first_line, monkeypatch):
-    monkeypatch.setattr("tests.doubles.GraphRecorder.record", raising(CANNOT_CAPTURE))
+@pytest.mark.parametrize("step", ["GraphRecorder.record", "Recorder.begin"])  # decodes, prompts
+def test_a_failed_capture_leaves_eager_steps_and_the_line_says_why(step, in_float32, first_line, monkeypatch):
+    monkeypatch.setattr(f"tests.doubles.{step}", raising(CANNOT_CAPTURE))
+    monkeypatch.setattr("tests.doubles.Recorder.end", lambda self: None)
     reason = "RuntimeError: CUDA error: operation not permitted when stream is capturing"
     assert f"no graphs ({reason})," in first_line()
-    assert in_float32["replay"] == 0
+    assert in_float32["replay"] == in_float32["piece"] == 0
 
 
 @pytest.mark.parametrize(
