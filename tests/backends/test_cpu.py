@@ -516,23 +516,6 @@ def test_a_tied_embedding_is_held_once_unless_its_class_reads_the_weight_and_giv
         assert weight() is None
 
 
-def test_int8_weights_are_named_and_change_log_probabilities_little(caplog):
-    prompt = "What is 27 + 58? 27 + 58 = 85 Count from 3 to 9. 3 4 5 6 7 8 9"
-    logprobs = []
-    for quantization in (None, "int8"):
-        with LLM(str(DEMO), quantization=quantization, dtype="bfloat16") as llm:
-            output = llm.generate(prompt, SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)[0]
-            line = "bfloat16 with int8 weights "
-            assert (line in caplog.messages[-1]) == (quantization is not None)
-            modules = dict(llm.llm_engine.runner.model.named_modules())  # of a whole layer's kernel, or plain
-            (layer,) = (x for name, x in modules.items() if re.search(r"layers\.0\..*down_proj$", name))
-            assert layer.packed.dtype == (torch.int8 if quantization else torch.bfloat16)
-        entries = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-        logprobs.append(torch.tensor([entry[token_id].logprob for entry, token_id in entries]))
-    difference = (logprobs[0] - logprobs[1]).abs()
-    assert 0 < difference.mean() < 0.1
-
-
 @pytest.mark.parametrize(
     ("dtype", "activations", "bits"),
     [("bfloat16", "auto", 8), ("bfloat16", "float", 0), ("float32", "auto", 0), ("float32", "int8", 8)],

@@ -91,19 +91,7 @@ P = softmax(L)  # by falling probability: tokens 1, 4, 2, 0, 5, 3
         ({}, P),
         ({"temperature": 0.5}, softmax([2 * v for v in L])),
         ({"temperature": 3.0}, softmax([v / 3 for v in L])),
-        ({"top_k": 2}, softmax([v if i in (1, 4) else -INF for i, v in enumerate(L)])),
-        ({"top_k": -1}, P),
-        ({"top_k": 100}, P),
-        # 0.42 + 0.26 < 0.7 <= 0.42 + 0.26 + 0.16: the token that crosses the boundary stays.
-        ({"top_p": 0.7}, softmax([v if i in (1, 4, 2) else -INF for i, v in enumerate(L)])),
-        ({"top_p": 0.01}, [0, 1, 0, 0, 0, 0]),
-        # exp(1 - 2) = 0.368 of the most probable, exp(0.5 - 2) = 0.22
-        ({"min_p": 0.3}, softmax([v if i in (1, 4, 2) else -INF for i, v in enumerate(L)])),
-        ({"min_p": 1.0}, [0, 1, 0, 0, 0, 0]),
-        # top_p counts what top_k left: of 1 and 4, the first has 0.62.
-        ({"top_k": 2, "top_p": 0.6}, [0, 1, 0, 0, 0, 0]),
         ({"top_k": 2, "top_p": 0.7}, softmax([v if i in (1, 4) else -INF for i, v in enumerate(L)])),
-        ({"logit_bias": {3: 2.0}}, softmax([v + 2 * (i == 3) for i, v in enumerate(L)])),
         ({"allowed_token_ids": [0, 3]}, softmax([v if i in (0, 3) else -INF for i, v in enumerate(L)])),
     ],
 )
