@@ -315,13 +315,6 @@ def streams(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_sync_debug_mode", lambda: "as before")
     monkeypatch.setattr("torch.cuda.set_sync_debug_mode", lambda mode: events.append(("waits", mode)))
 
-    class Graph:
-        def pool(self):
-            return "the pool"
-
-        def replay(self):
-            events.append("replay")
-
     @contextlib.contextmanager
     def on_stream(stream, restores_always=True):
         before, current[0] = current[0], stream
@@ -336,7 +329,8 @@ def streams(monkeypatch):
         events.append(("capture", pool, capture_error_mode))
         return on_stream(stream, restores_always=False)  # as the real one does
 
-    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    made = types.SimpleNamespace(pool=lambda: "the pool", replay=lambda: events.append("replay"))
+    monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: made)
     monkeypatch.setattr("torch.cuda.graph", graph)
     monkeypatch.setattr("torch.cuda.stream", on_stream)
     return events
@@ -579,40 +573,33 @@ def test_arrays_of_the_same_shapes_are_staged_at_the_same_addresses(flash_double
     assert [t.tolist() for t in staging.send(arrays)] == [a.tolist() for a in arrays]
 
 
-class LateGPU:
-    """A GPU that copies nothing until the host waits for an event that was recorded after the copy."""
-
-    def __init__(self):
-        self.queue, self.num_pinned = [], 0
-
-    def copy_(self, target, source, non_blocking=False):
-        assert non_blocking
-        self.queue.append((target.numpy(), source.numpy()))  # memory, which nothing else may touch meanwhile
-
-    def event(self):
-        event = types.SimpleNamespace(position=0)
-        event.record = lambda: setattr(event, "position", len(self.queue))
-        event.synchronize = lambda: self.run(event.position)
-        return event
-
-    def run(self, position):
-        for i, copy in enumerate(self.queue[:position]):
-            if copy is not None:
-                copy[0][:] = copy[1]
-                self.queue[i] = None
-
-
 @pytest.fixture
 def late_gpu(monkeypatch):
-    gpu, empty = LateGPU(), torch.empty
+    """A GPU that copies nothing until the host waits for an event that was recorded after the copy."""
+    gpu, empty = types.SimpleNamespace(queue=[], num_copied=0, num_pinned=0), torch.empty
 
     def allocate(*shape, pin_memory=False, **settings):
         gpu.num_pinned += pin_memory
         return empty(*shape, **settings)
 
+    def copy(target, source, non_blocking=False):
+        assert non_blocking
+        gpu.queue.append((target.numpy(), source.numpy()))  # memory, which nothing else may touch meanwhile
+
+    def run(position):
+        for target, source in gpu.queue[gpu.num_copied : position]:
+            target[:] = source
+        gpu.num_copied = max(gpu.num_copied, position)
+
+    def make_event():
+        event = types.SimpleNamespace(position=0, synchronize=lambda: run(event.position))
+        event.record = lambda: setattr(event, "position", len(gpu.queue))
+        return event
+
+    gpu.run = run
     monkeypatch.setattr("torch.empty", allocate)
-    monkeypatch.setattr("torch.Tensor.copy_", lambda *args, **settings: gpu.copy_(*args, **settings))
-    monkeypatch.setattr("torch.cuda.Event", gpu.event)
+    monkeypatch.setattr("torch.Tensor.copy_", copy)
+    monkeypatch.setattr("torch.cuda.Event", make_event)
     return gpu
 
 

@@ -22,13 +22,6 @@ def test_a_head_is_rounded_to_127ths_of_its_largest_number_and_ties_to_even():
     assert dequantize(rows, torch.float32)[0, 0].tolist() == [127.0, 2.0, -4.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_token_s_row_stands_for_is_at_most_half_a_step_away(dtype):
-    x = (torch.randn(3, 5, 40, 64) * torch.rand(3, 5, 40, 1) * 10).to(dtype)
-    step = x.float().abs().amax(-1, keepdim=True) / 127
-    assert ((dequantize(quantize(x), torch.float32) - x.float()).abs() <= step * 0.50001).all()
-
-
 def check_written(write, dtype, heads, k_dim, v_dim):
     """Check what `write` writes to a cache. Most of K is halfway between integers."""
     torch.manual_seed(0)

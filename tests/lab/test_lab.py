@@ -12,7 +12,7 @@ import pytest
 
 from nanoengine import lab
 from nanoengine.cli import lab as lab_command
-from nanoengine.cli.lab import draw, main
+from nanoengine.cli.lab import main
 from nanoengine.config import EngineConfig
 from nanoengine.lab.arrivals import Arrival, agent_sessions, generate_arrivals, parse_lengths, read_arrivals
 from nanoengine.lab.policies.names import POLICIES
@@ -68,10 +68,8 @@ def test_a_token_that_a_preemption_delays_waits_from_the_token_before():
     assert report.num_recomputed_tokens == 8  # its prompt and its first token; the second was pending
 
 
-def test_a_run_of_one_token_has_no_time_between_tokens(tmp_path):
+def test_a_run_of_one_token_has_no_time_between_tokens():
     report = simulate(make_scheduler(), [Arrival(0.0, 3, 1)], COST)
-    draw({"one": report, "two": report}, str(tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert np.isnan(report.quantiles("itl")).all()
 
 
@@ -90,20 +88,6 @@ def test_arrivals_are_drawn_as_the_clock_reaches_them():
 
     assert len(simulate(scheduler, drawn(), COST).ttft) == 200
     assert max(ahead) <= 1  # one that is served, one that is the next
-
-
-def test_the_next_turn_of_a_conversation_hits_the_previous_turn_and_its_answer():
-    """A first turn of 8 tokens and an answer of 9, all of the prefix; the second turn repeats these."""
-    turns = [Arrival(0.0, 8, 9, "talk", 8), Arrival(100.0, 20, 1, "talk", 17)]
-    report = simulate(make_scheduler(num_blocks=50), turns, COST)
-    assert report.hit_rate == 16 / 28  # of 17 tokens in common the last opens a block of 4
-
-
-def test_different_prefixes_share_nothing_and_the_same_one_only_its_length():
-    prefixes = ("a", 8), ("b", 8), ("a", 8), ("a", 4), ()
-    arrivals = [Arrival(100.0 * i, 12, 1, *prefix) for i, prefix in enumerate(prefixes)]
-    report = simulate(make_scheduler(num_blocks=50), arrivals, COST)
-    assert report.hit_rate == (8 + 4) / 60
 
 
 # ---- the same as a real engine -------------------------------------------------------------------
