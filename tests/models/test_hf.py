@@ -16,7 +16,7 @@ from nanoengine.checkpoints.hf_config import attention_implementation, language_
 from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
 from nanoengine.models import hf
 from nanoengine.models.hf import HFModel, _Waits
-from nanoengine.models.hf_attention import _slopes_of, alibi_slopes
+from nanoengine.models.hf_attention import _slopes_of
 from tests.helpers import (
     ALTERNATING,
     GEMMA,
@@ -106,18 +106,6 @@ def test_falcon_repeated_heads_are_stored_once(paged_model, tmp_path_factory):
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, alibi"])
 def test_a_model_with_alibi_needs_a_backend_that_computes_it(name, paged_model):
     assert HFModel(paged_model(name)).attention_settings == {"alibi_slopes"}
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 71])
-def test_alibi_slopes_are_those_of_transformers(num_heads):
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
-
-    bloom = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
-    mpt = build_mpt_alibi_tensor(num_heads, 2)
-    for biases in (bloom, mpt):
-        slopes = (biases[..., 1] - biases[..., 0]).flatten()
-        torch.testing.assert_close(alibi_slopes(num_heads), slopes)
 
 
 def test_alibi_slopes_are_on_the_layer_s_device():
