@@ -17,7 +17,7 @@ from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.assembly import open_device
 from nanoengine.backends import cuda, flash_attention, triton_attention
 from nanoengine.backends.cpu.cpu_device import CPU
-from nanoengine.backends.cuda import CUDA, DecodeGraphs, GraphRecorder, PinnedDownload, Staging, graph_sizes
+from nanoengine.backends.cuda import CUDA, DecodeGraphs, GraphRecorder, PinnedDownload, Staging
 from nanoengine.backends.device import Decodes, Trial
 from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
@@ -61,32 +61,20 @@ def test_each_kind_of_batch_calls_the_functions_made_for_it(flash_doubles):
         assert flash_doubles["varlen packed"] == is_packed
 
 
-def decodes(num_seqs, num_blocks=1):
-    """Return the inputs of a batch of decodes of the same sequence."""
-    seq = make_sequence(0, [1] * 3, block_table=[1] * num_blocks)
-    return build_inputs(batch_of(*[(seq, 2, 3)] * num_seqs), 256)
+def test_a_batch_is_padded_to_the_next_graph_if_it_is_all_decodes():
+    def batch(number, first=2, num_blocks=1):
+        seq = make_sequence(0, [1] * 3, block_table=[1] * num_blocks)
+        return build_inputs(batch_of((seq, first, 3), *[(seq, 2, 3)] * (number - 1)), 256)
 
-
-def decode_graphs(largest):
-    """Return graphs that capture nothing."""
-    recorder = types.SimpleNamespace(record=lambda run: None)
-    compute = lambda inputs: torch.zeros(len(inputs.input_ids), 1)  # noqa: E731
-    steps = Decodes(decodes(1), compute, None, [], largest, largest, 160, 256, [])
-    return DecodeGraphs(steps, recorder, lambda arrays: [torch.from_numpy(array) for array in arrays])
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 5, 13, 40])
-def test_a_batch_is_padded_to_the_next_graph_if_it_is_all_decodes(max_num_seqs):
-    graphs = decode_graphs(max_num_seqs)
-    assert graphs.sizes == graph_sizes(max_num_seqs)
-    seq = make_sequence(0, [1, 2, 3], block_table=[1])
-    for count in range(1, max_num_seqs + 1):
-        assert len(graphs.pad(decodes(count)).input_ids) == min(s for s in graphs.sizes if s >= count)
-        mixed = build_inputs(batch_of((seq, 1, 3), *[(seq, 2, 3)] * (count - 1)), 256)
-        assert graphs.pad(mixed) is mixed
-    assert graphs.pad(larger := decodes(max_num_seqs + 1)) is larger
-    wide = graphs.pad(decodes(max_num_seqs, 9)).metadata.block_tables
-    assert wide.shape[1] == (160 if max_num_seqs == 40 else 32)  # the next of `graph_widths`, not the widest
+    recorder = types.SimpleNamespace(record=lambda run: None)  # captures nothing
+    steps = Decodes(batch(1), None, None, [], 40, 40, 160, 256, [])
+    graphs = DecodeGraphs(steps, recorder, lambda arrays: [torch.from_numpy(array) for array in arrays])
+    shapes = {(1, 1): (1, 8), (3, 8): (4, 8), (4, 9): (4, 32), (5, 33): (8, 128)}  # not the widest
+    for (number, num_blocks), shape in {**shapes, (24, 129): (24, 160), (33, 9): (40, 160)}.items():
+        padded = graphs.pad(batch(number, num_blocks=num_blocks))
+        assert (len(padded.input_ids), padded.metadata.block_tables.shape) == (shape[0], shape)
+        assert graphs.pad(mixed := batch(number, first=1)) is mixed
+    assert graphs.pad(larger := batch(41)) is larger
 
 
 # ---- Choosing a backend --------------------------------------------------------------------------
