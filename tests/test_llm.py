@@ -227,7 +227,7 @@ def test_prompt_larger_than_the_cache_is_rejected(qwen3):
 
 
 BAD_VALUES: dict = {"max_num_seqs": [0, 2**31], "max_model_len": [1, 513], "device": ["gpu", "meta", None]}
-BAD_VALUES |= {"logprobs_mode": ["raw_logits", None], "dtype": ["int8"], "load_format": ["pickle"]}
+BAD_VALUES |= {"logprobs_mode": ["raw_logits", None], "dtype": ["int8", "bf16"], "load_format": ["pickle"]}
 BAD_VALUES |= {"kv_cache_bytes": [100], "gpu_memory_utilization": [1.5], "scheduling_policy": ["lifo"]}
 BAD_VALUES |= {"max_num_batched_tokens": [0], "block_size": [0], "num_kv_blocks": [0]}
 BAD_VALUES |= {"tensor_parallel_size": [0], "long_prefill_token_threshold": [-1]}

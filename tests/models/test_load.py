@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.quantization import PackedEmbedding, Target
-from nanoengine.checkpoints.checkpoint import Checkpoint, resolve_dtype
+from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers
 from nanoengine.models.load import load_model
@@ -565,12 +565,6 @@ def test_dtype_auto_is_the_checkpoints_own(copy):
     with LLM(str(copy), num_kv_blocks=4) as llm:
         assert llm.llm_engine.runner.model.norm.weight.dtype == torch.bfloat16
         assert llm.llm_engine.runner.caches[0].k.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", torch.int32])
-def test_an_unknown_dtype_is_refused(dtype):
-    with pytest.raises(ValueError, match="dtype must be auto, bfloat16"):
-        resolve_dtype(dtype, None)
 
 
 def test_eos_ids_come_from_all_configs_and_the_tokenizer(copy):
