@@ -113,23 +113,15 @@ needs_cores = pytest.mark.skipif(len(cores) < 2, reason="needs Linux and two cor
 
 
 @needs_cores
-def test_every_core_gets_one_thread_and_the_caller_is_unpinned_at_the_end(seen):
+def test_every_core_gets_one_thread_of_a_team_and_the_caller_is_unpinned_even_after_an_exception(seen):
     assert seen["pinned"]["own"] == [cores[0]]
     assert {place[0] for place in seen["pinned"]["inside"] if len(place) == 1} == set(cores)
     assert seen["pinned"]["is_restored"]
-
-
-@needs_cores
-def test_an_exception_at_the_end_of_enter_costs_no_core_and_what_the_user_sets_counts(seen):
     assert seen["after an exception"] == seen["pinned"]
-    assert seen["the user's later change"] == seen["the user's change inside"] == [cores[-1]]
     assert seen["raised in the callback"]
-
-
-@needs_cores
-def test_another_thread_s_team_is_pinned_too(seen):
+    assert seen["the user's later change"] == seen["the user's change inside"] == [cores[-1]]
     counts = [seen["other"]["inside"].count([core]) for core in cores]
-    assert counts[0] == 1  # the calling thread alone: the main thread is unpinned
+    assert counts[0] == 1  # another thread alone: the main thread is unpinned
     assert all(count >= 2 for count in counts[1:])  # a worker of each team
 
 

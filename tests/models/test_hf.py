@@ -166,6 +166,7 @@ def test_the_code_that_runs_is_logged_at_the_start(tmp_path_factory, caplog):
         ("MegatronBert", {**TINY, "is_decoder": False}, "its attention is not causal"),
         ("Gemma", {**TINY, "layer_types": ["chunked_attention"] * 2}, "of type chunked_attention"),
         ("Gemma", {**TINY, "attn_temperature_tuning": True}, "attn_temperature_tuning"),
+        ("Qwen4Exp", {}, "layers of type indexed_attention"),  # of its language part
         ("Moshi", {**TINY, "sliding_window": 9}, "a sliding layer attends with window None|mask"),
     ],
 )
@@ -266,12 +267,6 @@ def test_tensors_of_a_language_part_are_checked_strictly(present, name, reason, 
     composite_of(model, config, (r"^model\.", "model.language_model."), tmp_path)
     change_tensors(tmp_path, lambda t: t.update({name: torch.ones(1) if present else None}))
     refuse(tmp_path, reason, model_impl=impl)
-
-
-def test_an_unsupported_language_part_is_refused_for_its_own_reason(tmp_path):
-    transformers.Qwen4ExpConfig().save_pretrained(tmp_path)
-    reason = "Qwen4ExpForCausalLM is not supported: layers of type indexed_attention"
-    refuse(tmp_path, reason, UnsupportedModelError, load_format="dummy")
 
 
 def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
