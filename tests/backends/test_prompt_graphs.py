@@ -8,9 +8,9 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.device import Forward
-from nanoengine.backends.prompt_graphs import pad_tokens, token_counts
+from nanoengine.backends.prompt_graphs import token_counts
 from nanoengine.backends.step_inputs import send_inputs
-from nanoengine.engine import Chunk, ScheduledBatch, Sequence, build_inputs
+from nanoengine.engine import Chunk, ScheduledBatch, Sequence
 from tests.helpers import batch_of, checkpoint, make_sequence
 
 MAX_TOKENS, SIZES = 700, {"num_kv_blocks": 40, "max_num_seqs": 20, "max_num_batched_tokens": 700}
@@ -23,18 +23,6 @@ def test_the_counts_end_with_the_largest_step_and_are_few(largest):
     assert counts[-1] == largest
     assert len(counts) <= 28
     assert all(b - a <= max(64, a / 4) for a, b in itertools.pairwise(counts))
-
-
-def test_padding_is_written_to_the_null_block_and_seen_by_no_sequence():
-    seq = make_sequence(0, [5, 6, 7], block_table=[3])
-    inputs = build_inputs(batch_of((seq, 0, 3)), 16)
-    padded = pad_tokens(inputs, 8)
-    assert padded.input_ids.tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
-    assert padded.positions.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
-    assert padded.metadata.slot_mapping.tolist() == [48, 49, 50, 0, 0, 0, 0, 0]
-    for name in ("cu_seqlens_q", "seq_lens", "block_tables"):
-        assert getattr(padded.metadata, name).tolist() == getattr(inputs.metadata, name).tolist()
-    assert padded.sample_rows.tolist() == inputs.sample_rows.tolist()
 
 
 def random_batch(rng, num_blocks):
