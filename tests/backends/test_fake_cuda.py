@@ -6,15 +6,12 @@ host asks the device for, a copy that the host waits for. Tokens are what was ne
 
 import contextlib
 import ctypes
-import importlib.machinery
 import itertools
 import shutil
 import subprocess
-import sys
 import types
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -129,10 +126,8 @@ def fake_gpu(cuda_guard, monkeypatch):
     for module in ("cuda", "device"):
         monkeypatch.setattr(f"nanoengine.backends.{module}.host_memory", host_memory)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", REAL_VARLEN_ATTN)  # knows fake tensors
-    flash: Any = types.ModuleType("flash_attn")
-    flash.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # transformers looks for it
-    flash.flash_attn_with_kvcache = flash.flash_attn_varlen_func = attend
-    monkeypatch.setitem(sys.modules, "flash_attn", flash)
+    for name in ("with_kvcache", "varlen_func"):
+        monkeypatch.setattr(f"flash_attn.flash_attn_{name}", attend)
     load, launch, collect = nanoengine.assembly.load_model, ModelRunner.launch, ModelRunner.collect
 
     def load_model(checkpoint, config, target, *args):
