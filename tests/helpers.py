@@ -3,9 +3,11 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -249,6 +251,17 @@ def check_greedy(model: Any, prompts: list[list[int]], num_tokens: int, answers:
 def slow(*cases: Any) -> list[Any]:
     """Return values of parameters with which a test runs only with `-m slow`."""
     return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in cases]
+
+
+def run_tests(*arguments: Any, selection: str = "", **environment: str) -> str:
+    """Run tests in a process of its own, in this environment. Return what they print."""
+    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", " ".join(selection.split())]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, arguments)]
+    where: Any = {"env": os.environ | environment, "cwd": Path(__file__).parent.parent}
+    done = subprocess.run(command, **where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
+    return done.stdout
 
 
 def tokens_of(outputs: Iterable[Any]) -> list[list[int]]:

@@ -1,9 +1,6 @@
 """Products of quantized weights with activations rounded to 8 bits equal their definition to the last bit."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +10,7 @@ import torch
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.cpu.packed_layers import PackedLinear
 from tests.backends.test_kernels import quantized
+from tests.helpers import run_tests
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -97,7 +95,4 @@ def test_products_are_the_same_with_avx_vnni(tmp_path):
         pytest.skip("needs g++ and a processor with AVX2")
     (tmp_path / "vnni.h").write_text(AVX_VNNI)
     selection = "definition and dtype1"  # the instructions do not depend on the dtype
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection, __file__]
-    environment = os.environ | {"CXX": f"g++ -march=x86-64-v3 -include {tmp_path / 'vnni.h'}"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
+    run_tests(__file__, selection=selection, CXX=f"g++ -march=x86-64-v3 -include {tmp_path / 'vnni.h'}")

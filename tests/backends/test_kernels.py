@@ -5,7 +5,6 @@ The other instruction sets that this processor has are tested by the same tests,
 
 import ctypes
 import itertools
-import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from nanoengine.backends.quantization import Quantized, quantize
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import DecoderLayer, RMSNorm, rotate
 from tests.attention import metadata_of
+from tests.helpers import run_tests
 
 
 def kernels_and_inputs(dtype, *shapes):
@@ -466,13 +466,8 @@ SELECTION = """
 def test_the_kernels_are_right_when_compiled_for_another_instruction_set(name):
     if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
         pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
-    files = [__file__, *(str(Path(__file__).parent / other) for other in OTHER_FILES)]
-    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", " ".join(SELECTION.split())]
-    command = [sys.executable, "-m", "pytest", *options, *files]
-    env = {**os.environ, "CXX": f"g++ -march={name}"}
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert " passed" in result.stdout
+    files = (Path(__file__).with_name(other) for other in OTHER_FILES)
+    run_tests(__file__, *files, selection=SELECTION, CXX=f"g++ -march={name}")
 
 
 # A process that is forbidden to ask for AMX's registers: a filter of system calls, as containers have them.

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ from tests.attention import (
     check_attention,
     metadata_of,
 )
-from tests.helpers import check_greedy, checkpoint, random_prompts, slow, tokens_of
+from tests.helpers import check_greedy, checkpoint, random_prompts, run_tests, slow, tokens_of
 from tests.launches import TARGETS, Recorder, compile_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -59,13 +58,7 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not co
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["test_triton.py", "test_triton_linear.py"])
 def test_all_of_a_file_passes_under_tritons_interpreter(file):
-    path = str(Path(__file__).with_name(file))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"\d passed", result.stdout), result.stdout
+    run_tests(Path(__file__).with_name(file), TRITON_INTERPRET="1")
 
 
 def test_every_test_that_runs_kernels_runs_on_a_gpu_too():

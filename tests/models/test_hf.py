@@ -350,9 +350,3 @@ def test_operations_that_wait_for_a_gpu_are_detected_without_one(operation):
     with torch.no_grad(), _Waits() as noted:
         operation(torch.ones(3))
     assert (noted.first is None) == (operation in QUEUED)
-
-
-@pytest.mark.parametrize(("name", "capturable"), [("gemma2", True), ("llama, dynamic rope", False)])
-def test_a_model_that_reads_numbers_from_the_device_is_never_captured(name, capturable, paged_model):
-    """Dynamic rope compares the largest position with a limit, on the host."""
-    assert HFModel(paged_model(name)).capturable == capturable
