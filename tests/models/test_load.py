@@ -330,15 +330,6 @@ def test_overrides_of_a_part_keep_the_rest_of_it(tmp_path):
         LLM(str(tmp_path), hf_overrides=lambda config: config)
 
 
-def test_generation_config_vllm_ignores_the_sampling_parameters_of_the_checkpoint(copy):
-    (copy / "generation_config.json").write_text('{"temperature": 0.25, "eos_token_id": [7, 9]}')
-    own, plain = open_checkpoint(str(copy)), open_checkpoint(str(copy), generation_config="vllm")
-    assert own.default_sampling_params().temperature == 0.25
-    assert plain.default_sampling_params() == SamplingParams()
-    assert own.eos_token_ids == plain.eos_token_ids
-    assert {7, 9} <= set(plain.eos_token_ids)
-
-
 @IMPLS
 def test_sharded_files_load_and_a_missing_shard_is_named(impl, tmp_path):
     model = hf_model(NAME)
@@ -567,17 +558,18 @@ def test_dtype_auto_is_the_checkpoints_own(copy):
         assert llm.llm_engine.runner.caches[0].k.dtype == torch.bfloat16
 
 
-def test_eos_ids_come_from_all_configs_and_the_tokenizer(copy):
+def test_eos_ids_come_from_all_files_and_sampling_parameters_from_the_generation_config_unless_vllm(copy):
     generation = {"eos_token_id": [5, 9], "temperature": 0.3, "max_new_tokens": 77}
     (copy / "generation_config.json").write_text(json.dumps(generation))
     edit_config(copy, eos_token_id=[7, 500, -1])  # the last two are no tokens
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{i}": i for i in range(10)}))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="t3")
     tokenizer.save_pretrained(copy)
-    with LLM(str(copy), num_kv_blocks=4) as llm:
-        assert llm.llm_engine.checkpoint.eos_token_ids == (3, 7, 5, 9)
-        params = llm.get_default_sampling_params()
+    own, plain = open_checkpoint(copy), open_checkpoint(copy, generation_config="vllm")
+    assert own.eos_token_ids == plain.eos_token_ids == (3, 7, 5, 9)
+    params = own.default_sampling_params()
     assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 1.0, 77)
+    assert plain.default_sampling_params() == SamplingParams()
 
 
 # Types whose config class has a default -> it

@@ -7,6 +7,7 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from tests.helpers import table_checkpoint
+from tests.sampling.test_sampler import filtered_by_sorting
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,5 @@ def processed(logits, prompt, params):
         logits[[i for i in range(len(logits)) if i not in params.allowed_token_ids]] = -math.inf
     for word in params.bad_words or ():
         logits[ord(word)] = -math.inf
-    logits /= params.temperature or 1.0
-    probs = logits.softmax(-1)
-    if params.min_p:
-        logits[probs < params.min_p * probs.max()] = -math.inf
-    if params.top_k > 0:
-        logits[logits < logits.topk(params.top_k).values[-1]] = -math.inf
-    order = logits.argsort(descending=True)
-    sums = logits[order].softmax(-1).cumsum(-1)
-    logits[order[1:][sums[:-1] >= params.top_p]] = -math.inf
-    return logits.log_softmax(-1)
+    scaled = logits / (params.temperature or 1.0)
+    return filtered_by_sorting((scaled - scaled.max()).unsqueeze(0), [params])[0].log_softmax(-1)
