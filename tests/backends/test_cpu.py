@@ -82,21 +82,15 @@ thread.join()
 def strike(number, cpus, pin=os.sched_setaffinity, main=threading.get_native_id()):
     pin(number, cpus)
     if threading.get_native_id() == main:
-        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGINT)
 
 
-def timeout(number, frame):
-    raise TimeoutError
-
-
-signal.signal(signal.SIGUSR1, timeout)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.sched_setaffinity = strike
 try:
-    os.sched_setaffinity, unpatched = strike, os.sched_setaffinity
     PinnedThreads()._pin(tuple(cores))
-except TimeoutError:
+except KeyboardInterrupt:
     seen["raised in the callback"] = True
-finally:
-    os.sched_setaffinity = unpatched
 print(json.dumps(seen))
 """
 WITHOUT_PLACES = {key: x for key, x in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))}
