@@ -6,6 +6,7 @@ import re
 import sys
 import types
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -98,17 +99,10 @@ def lacks(*which, monkeypatch):
         if missing == "ampere":
             monkeypatch.setattr(FakeGPU, "capability", (7, 5))
         elif missing == "triton":
-            monkeypatch.setattr(TritonKernels, "rms_norm", raising(NO_COMPILER))
+            monkeypatch.setattr(TritonKernels, "rms_norm", Mock(side_effect=NO_COMPILER))
         else:  # flash-attn 4 has modules below `flash_attn` only
             found = types.ModuleType("flash_attn") if "functions" in missing else None
             monkeypatch.setitem(sys.modules, "flash_attn", found)
-
-
-def raising(error):
-    def fail(*args):
-        raise error
-
-    return fail
 
 
 NO_COMPILER = RuntimeError("no Triton\nPlease install it.")
@@ -217,7 +211,7 @@ def first_line(qwen3, tmp_path_factory, caplog):
 def test_without_a_compiler_plain_pytorch_runs_and_the_line_says_why(in_float32, first_line, monkeypatch):
     assert re.search("flash attention, .* graphs ", first_line())
     assert in_float32["write_kv"] > 0
-    monkeypatch.setattr(TritonKernels, "rms_norm", raising(NO_COMPILER))
+    monkeypatch.setattr(TritonKernels, "rms_norm", Mock(side_effect=NO_COMPILER))
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/no"})
     in_float32.clear()
     reason = "nothing fused: RuntimeError: no Triton; /no/Python.h is missing"
@@ -236,7 +230,7 @@ CANNOT_CAPTURE = RuntimeError("CUDA error: operation not permitted when stream i
 
 @pytest.mark.parametrize("step", ["GraphRecorder.record", "Recorder.begin"])  # decodes, prompts
 def test_a_failed_capture_leaves_eager_steps_and_the_line_says_why(step, in_float32, first_line, monkeypatch):
-    monkeypatch.setattr(f"tests.doubles.{step}", raising(CANNOT_CAPTURE))
+    monkeypatch.setattr(f"tests.doubles.{step}", Mock(side_effect=CANNOT_CAPTURE))
     monkeypatch.setattr("tests.doubles.Recorder.end", lambda self: None)
     reason = "RuntimeError: CUDA error: operation not permitted when stream is capturing"
     assert f"no graphs ({reason})," in first_line()
@@ -251,9 +245,11 @@ def test_a_failed_capture_leaves_eager_steps_and_the_line_says_why(step, in_floa
     ],
 )
 def test_other_failures_of_a_capture_are_errors(error, num_kv_blocks, match, in_float32, qwen3, monkeypatch):
-    monkeypatch.setattr("tests.doubles.GraphRecorder.record", raising(error))
+    monkeypatch.setattr("tests.doubles.GraphRecorder.record", Mock(side_effect=error))
     if num_kv_blocks:  # a PyTorch that does not recover from a failed capture
-        monkeypatch.setattr("torch.cuda.empty_cache", raising(RuntimeError("captures_underway.empty()")))
+        monkeypatch.setattr(
+            "torch.cuda.empty_cache", Mock(side_effect=RuntimeError("captures_underway.empty()"))
+        )
     with pytest.raises(ValueError, match=match):
         LLM(qwen3, **{**SMALL, "num_kv_blocks": num_kv_blocks})
 
@@ -262,7 +258,7 @@ def test_a_step_that_also_fails_without_a_capture_is_an_error_at_startup(flash_d
     seq = make_sequence(0, [1], block_table=[0])
     device = FakeGPU(torch.device("cpu"), EngineConfig(model="."))
     device.reserve(8, 8, 1, 1)
-    compute = raising(RuntimeError("CUDA error: no kernel image"))
+    compute = Mock(side_effect=RuntimeError("CUDA error: no kernel image"))
     with pytest.raises(RuntimeError, match="no kernel image"):
         device.capture(Decodes(build_inputs(batch_of((seq, 0, 1)), 256), compute, None, [], 8, 8, 1, 256, []))
 
@@ -516,7 +512,7 @@ def test_too_little_memory_for_the_weights_is_an_error(flash_doubles, tmp_path_f
     for name, loads in (("qwen3", "load._load_decoder"), ("gemma2", "hf._load_transformers")):
         path, _ = checkpoint(name, tmp_path_factory)
         error = torch.OutOfMemoryError("Tried to allocate 9 B.")
-        monkeypatch.setattr(f"nanoengine.models.{loads}", raising(error))
+        monkeypatch.setattr(f"nanoengine.models.{loads}", Mock(side_effect=error))
         with pytest.raises(ValueError, match=r"weights: they take 8.0 GiB in float32; Tried to allocate"):
             LLM(path, load_format="dummy", dtype="float32", hf_overrides={"vocab_size": 1 << 24})
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,10 +212,8 @@ def test_weights_are_not_rounded_at_load_if_nothing_could_multiply_them(flash_do
 
 @pytest.mark.parametrize("settings", [{}, {"model_impl": "transformers"}])
 def test_too_little_memory_for_integers_is_an_error(settings, flash_doubles, monkeypatch, tmp_path):
-    def refuse(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(backend, "TritonLinear", refuse)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    monkeypatch.setattr(backend, "TritonLinear", Mock(side_effect=error))
     no_room = "no room on cpu for the weights"
     with pytest.raises(ValueError, match=f"{no_room}, rounded to 4 bits: CUDA out of mem"):
         LLM("demo", quantization="int4", **settings)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -40,6 +41,7 @@ from tests.helpers import (
 )
 
 NAME = "qwen3"
+LOAD_TOKENIZER = "nanoengine.checkpoints.tokenizer.AutoTokenizer.from_pretrained"
 IMPLS = pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 
 
@@ -185,11 +187,8 @@ def test_a_panic_of_the_tokenizer_library_is_an_error_with_the_path(copy):
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 def test_a_signal_while_the_tokenizer_loads_is_no_error_of_the_tokenizer(interrupt, copy, monkeypatch):
-    def interrupted(*_, **__):
-        raise interrupt
-
     byte_tokenizer().save_pretrained(copy)
-    monkeypatch.setattr("nanoengine.checkpoints.tokenizer.AutoTokenizer.from_pretrained", interrupted)
+    monkeypatch.setattr(LOAD_TOKENIZER, Mock(side_effect=interrupt))
     with pytest.raises(interrupt):
         LLM(copy, num_kv_blocks=4)
 
@@ -275,10 +274,8 @@ def test_adapter_directory_error_names_the_base_model(tmp_path):
 
 
 def test_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
-    def fail(*_, **__):
-        raise ImportError("SentencePieceExtractor requires the SentencePiece library")
-
-    monkeypatch.setattr("nanoengine.checkpoints.tokenizer.AutoTokenizer.from_pretrained", fail)
+    error = ImportError("SentencePieceExtractor requires the SentencePiece library")
+    monkeypatch.setattr(LOAD_TOKENIZER, Mock(side_effect=error))
     monkeypatch.setattr("nanoengine.checkpoints.tokenizer.find_spec", lambda name: None)
     (copy / "tokenizer.model").write_bytes(b"")
     refuse(copy, r"needs sentencepiece: pip install 'nanoengine\[sentencepiece\]'")
