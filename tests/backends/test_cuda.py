@@ -78,8 +78,6 @@ def test_a_batch_is_padded_to_the_next_graph_if_it_is_all_decodes():
     assert graphs.pad(larger := batch(41)) is larger
 
 
-# ---- Choosing a backend --------------------------------------------------------------------------
-
 SPEC = KVSpec(2, 64, 64, torch.bfloat16)
 IN_FLOAT32, UNEQUAL = SPEC._replace(dtype=torch.float32), SPEC._replace(v_head_dim=32)
 ODD, WIDE = (SPEC._replace(k_head_dim=dim, v_head_dim=dim) for dim in (20, 264))
@@ -188,9 +186,6 @@ def test_the_gpu_is_the_current_one_of_the_thread_that_makes_the_engine(device, 
     assert open_device(EngineConfig(model=".", device=device)).device == torch.device("cuda", index)
 
 
-# ---- The first line ------------------------------------------------------------------------------
-
-
 ANSWER = SamplingParams(temperature=0, max_tokens=4)
 SMALL = {"num_kv_blocks": 20, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 
@@ -274,9 +269,6 @@ def test_a_model_that_waits_for_the_gpu_is_eager_and_the_log_says_so(in_float32,
         llm.generate([[1, 2, 3]], ANSWER, use_tqdm=False)
     assert "flash attention, no graphs (the model waits for the GPU)," in caplog.messages[-1]
     assert in_float32["replay"] == 0
-
-
-# ---- Graphs --------------------------------------------------------------------------------------
 
 
 class FakeStream:
@@ -538,9 +530,6 @@ def test_default_bfloat16_is_float16_before_ampere(capability, dtype, is_half, f
     device = FakeGPU(torch.device("cpu"), EngineConfig(model=".", dtype=dtype))
     assert device.choose_dtype(torch.bfloat16) == (torch.float16 if is_half else torch.bfloat16)
     assert ("float16 instead of bfloat16" in "".join(device.notes)) == is_half
-
-
-# ---- Transfers -----------------------------------------------------------------------------------
 
 
 def test_arrays_of_the_same_shapes_are_staged_at_the_same_addresses(flash_doubles):

@@ -220,8 +220,6 @@ def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_
     assert in_float32["replay"] > 0
 
 
-# ---- Whether it can run --------------------------------------------------------------------------
-
 SPEC = KVSpec(2, 20, 24, torch.bfloat16)
 EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 

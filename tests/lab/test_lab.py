@@ -33,9 +33,6 @@ from tests.helpers import DEMO, make_scheduler
 COST = CostModel(step=1.0, token=0.1, context=0.01)
 
 
-# ---- times ---------------------------------------------------------------------------------------
-
-
 def test_times_are_those_computed_by_hand():
     arrivals = [Arrival(0.0, 4, 3), Arrival(0.5, 2, 2), Arrival(10.0, 1, 1)]
     report = simulate(make_scheduler(), arrivals, COST)
@@ -73,9 +70,6 @@ def test_a_run_of_one_token_has_no_time_between_tokens():
     assert np.isnan(report.quantiles("itl")).all()
 
 
-# ---- what must hold ------------------------------------------------------------------------------
-
-
 def test_arrivals_are_drawn_as_the_clock_reaches_them():
     """So a million of them take no memory before their time."""
     scheduler, ahead = make_scheduler(num_blocks=100), []
@@ -88,9 +82,6 @@ def test_arrivals_are_drawn_as_the_clock_reaches_them():
 
     assert len(simulate(scheduler, drawn(), COST).ttft) == 200
     assert max(ahead) <= 1  # one that is served, one that is the next
-
-
-# ---- the same as a real engine -------------------------------------------------------------------
 
 
 def decisions(server, arrivals):
@@ -162,9 +153,6 @@ def test_the_lab_makes_the_same_decisions_as_a_real_engine(name):
     assert totals.all(), "these traces have hits and preemptions"
 
 
-# ---- the cost model ------------------------------------------------------------------------------
-
-
 def synthetic_steps(cost: CostModel, noise: float = 0.0) -> list[Step]:
     rng = random.Random(0)
     sizes = [(rng.randint(1, 1000), rng.randint(1, 50_000)) for _ in range(400)]
@@ -190,9 +178,6 @@ def test_no_cost_is_below_zero():
     assert token > 0
     shown = [Step(num_tokens, 0, seconds) for num_tokens, _, seconds in falling]
     assert (step, token) == pytest.approx(fit_costs(shown)[:2])
-
-
-# ---- policies ------------------------------------------------------------------------------------
 
 
 # A little more than can be served: each second 19 short prompts and a long one.
@@ -253,9 +238,6 @@ def test_policies_and_the_lab_are_short():
         assert len((folder / "policies" / f"{name}.py").read_text().splitlines()) <= 30
     paths = [*folder.glob("*.py"), Path(lab_command.__file__)]
     assert sum(len(path.read_text().splitlines()) for path in paths) <= 764
-
-
-# ---- arrivals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -356,9 +338,6 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path, line, message):
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()))
     with pytest.raises(ValueError, match=f"line 2: .*{message}"):
         read_arrivals(str(path))
-
-
-# ---- the command line ----------------------------------------------------------------------------
 
 
 @pytest.fixture
