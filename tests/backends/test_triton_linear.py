@@ -222,10 +222,10 @@ def test_too_little_memory_for_integers_is_an_error(settings, flash_doubles, mon
         LLM(str(tmp_path), **settings)
 
 
-def line_of(weight, dtype=BRAIN):
+def line_of(weight):
     """Return what a GPU makes of a weight, and its notes for the user."""
     gpu = doubles.FakeGPU(torch.device("cpu"), EngineConfig(model="demo"))
-    return [gpu.pack(weight, None, dtype) for _ in range(2)], gpu.notes
+    return [gpu.pack(weight, None, BRAIN) for _ in range(2)], gpu.notes
 
 
 def test_what_cannot_stay_quantized_is_in_the_first_line(flash_doubles, tmp_path, caplog, monkeypatch):
@@ -254,17 +254,6 @@ def test_a_kernel_that_works_is_used(flash_doubles):
         backend.try_out(backend.Form(shape[2], shape[3], int(shape[4])), BRAIN, torch.device(DEVICE))
 
 
-def launch_of(num_tokens, shape, dtype, generation, monkeypatch):
-    recorder = Recorder(backend._linear_kernel)
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "_linear_kernel", recorder)
-        patch.setattr(backend, "generation", lambda device: generation)
-        bias = torch.zeros(shape[0], dtype=dtype)
-        layer = backend.TritonLinear(quantized(*shape), bias, dtype, torch.device("cpu"))
-        layer(torch.zeros(num_tokens, shape[1], dtype=dtype))
-    return recorder.kernel, *recorder.launches[0]
-
-
 @compiles
 @pytest.mark.parametrize(
     ("generation", "dtype", "num_tokens", "bits"),
@@ -278,9 +267,14 @@ def test_the_kernel_uses_tensor_cores_and_no_stack(
     generation, dtype, num_tokens, bits, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
+    kernel = backend._linear_kernel
+    monkeypatch.setattr(backend, "_linear_kernel", recorder := Recorder(kernel))
+    monkeypatch.setattr(backend, "generation", lambda device: generation)
     for group in (32, 128):
-        shape = 4096, 1024, bits, group, True
-        kernel, named, options, grid = launch_of(num_tokens, shape, dtype, generation, monkeypatch)
+        weight, bias = quantized(4096, 1024, bits, group, True), torch.zeros(4096, dtype=dtype)
+        layer = backend.TritonLinear(weight, bias, dtype, torch.device("cpu"))
+        layer(torch.zeros(num_tokens, 1024, dtype=dtype))
+        named, options, grid = recorder.launches[-1]
         compiled = compile_launch(kernel, named, options, generation)
         assert grid[0] * grid[1] * grid[2] <= backend.MAX_PROGRAMS or grid[2] == 1
         assert compiled.metadata.shared <= TARGETS[generation][1]
