@@ -91,18 +91,6 @@ class InOrder(FakeGPU):
     backends, block_size = CUDA.backends, CUDA.block_size
 
 
-def lacks(*which, monkeypatch):
-    """Remove what a machine may lack."""
-    for missing in which:
-        if missing == "ampere":
-            monkeypatch.setattr(FakeGPU, "capability", (7, 5))
-        elif missing == "triton":
-            monkeypatch.setattr(TritonKernels, "rms_norm", Mock(side_effect=NO_COMPILER))
-        else:  # flash-attn 4 has modules below `flash_attn` only
-            found = types.ModuleType("flash_attn") if "functions" in missing else None
-            monkeypatch.setitem(sys.modules, "flash_attn", found)
-
-
 NO_COMPILER = RuntimeError("no Triton\nPlease install it.")
 
 
@@ -127,7 +115,14 @@ def test_the_next_backend_says_what_faster_ones_lack(
     missing, spec, settings, chosen, reasons, flash_doubles, monkeypatch
 ):
     """This is the guide's table."""
-    lacks(*missing, monkeypatch=monkeypatch)
+    if "ampere" in missing:
+        monkeypatch.setattr(FakeGPU, "capability", (7, 5))
+    if "triton" in missing:
+        monkeypatch.setattr(TritonKernels, "rms_norm", Mock(side_effect=NO_COMPILER))
+    # flash-attn 4 has modules below `flash_attn` only.
+    flash = {"flash_attn": None, "flash_attn's functions": types.ModuleType("flash_attn")}
+    for name in flash.keys() & {*missing}:
+        monkeypatch.setitem(sys.modules, "flash_attn", flash[name])
     try_out = cuda.try_out  # but there is no GPU to run Triton on
     tried = lambda backend, *args: None if backend.name == "triton" else try_out(backend, *args)  # noqa: E731
     monkeypatch.setattr(cuda, "try_out", tried)

@@ -149,14 +149,6 @@ def fake_gpu(cuda_guard, monkeypatch):
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-class PlusOne:
-    def __call__(self, output_ids, logits):
-        return logits + 1
-
-    def __repr__(self):
-        return "plus one"  # in the test's name
-
-
 SETTINGS = [
     *({"temperature": 0}, {}, {"temperature": 0.5, "seed": 3, "n": 2}),
     *({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 7, "top_p": 0.5, "min_p": 0.01}),
@@ -164,7 +156,7 @@ SETTINGS = [
     *({"logit_bias": {3: 2.0}}, {"allowed_token_ids": [0, 5]}, {"bad_words": ["b"]}),
     {"min_tokens": 2, "stop_token_ids": [9]},
     {"structured_outputs": {"regex": "(?s:.*)"}, "stop_token_ids": [9]},
-    {"logits_processors": [PlusOne()]},
+    {"logits_processors": [lambda output_ids, logits: logits + 1]},
     *({"logprobs": 3}, {"logprobs": -1, "top_k": 3}),
     *({"prompt_logprobs": 2}, {"prompt_logprobs": -1, "logprobs": 0}),
 ]

@@ -108,14 +108,11 @@ def content(name, holds):
     return lambda path: (path / name).write_text(json.dumps(holds))
 
 
-def typed(dtype):
-    return tensors(lambda t: t.update({UP: t[UP].to(dtype)}))
-
-
 ELSE = "{}.* is not supported: its config belongs to Qwen3"
 POOLING = "ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel"
 POOLS = "it embeds, scores or classifies texts; nanoengine only generates text"
 UNFIT = rf"of another shape than the config requires: .*{NORM}"
+NO_WEIGHT = f"holds tensor '{UP}' as .*; a weight must be one of F64, F32"
 NO_WEIGHTS = torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn
 # A change to a checkpoint, and the error, or both errors where implementations differ
 DAMAGES = [
@@ -132,7 +129,7 @@ DAMAGES = [
     (tensors(lambda t: t.pop(MISSING)), rf"lacks 1 tensors, the first is '{MISSING}'"),
     (tensors(lambda t: t.update(mystery=torch.zeros(2))), "'mystery' which the architecture does not have"),
     (tensors(lambda t: t.update({NORM: torch.zeros(63)})), (rf"'{NORM}' has shape \(63,\)", UNFIT)),
-    *((typed(x), rf"holds tensor '{UP}' as .*; a weight must be one of F64, F32") for x in NO_WEIGHTS),
+    *((tensors(lambda t, x=x: t.update({UP: t[UP].to(x)})), NO_WEIGHT) for x in NO_WEIGHTS),
     (lambda path: save_file({}, path / WEIGHTS), "lacks 25 tensors"),
     (lambda path: (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-9000]), "is damaged"),
     (lambda path: (path / WEIGHTS).rename(path / "model.bin"), r"holds no \*\.safetensors; pickled weights"),

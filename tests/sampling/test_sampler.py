@@ -253,15 +253,11 @@ LONG_EDITS: dict[str, dict[str, Any]] = {
 LONG_EDITS["all"] = {name: value for one in LONG_EDITS.values() for name, value in one.items()}
 
 
-def long_row(edits):
-    edits = {"token_ids": [3, 7], "found": ()} | edits
-    found = edits.pop("found")
-    return replace(row(**edits), bad_words=found)
-
-
 @pytest.mark.parametrize("name", LONG_EDITS)
 def test_a_step_s_work_for_edits_is_linear_in_the_logits_and_the_edited_entries(name):
-    rows = [long_row(LONG_EDITS[name]) for _ in range(4)]
+    edits = {"token_ids": [3, 7], "found": ()} | LONG_EDITS[name]
+    found = edits.pop("found")
+    rows = [replace(row(**edits), bad_words=found) for _ in range(4)]
     logits = torch.randn(len(rows), V)
     with Work() as work:
         edit_logits(logits, rows, RowSettings(rows))
