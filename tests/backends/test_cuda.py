@@ -199,6 +199,8 @@ def first_line(qwen3, tmp_path_factory, caplog):
 
 
 def test_without_a_compiler_plain_pytorch_runs_and_the_line_says_why(in_float32, first_line, monkeypatch):
+    assert "nothing fused: enforce_eager" in first_line(enforce_eager=True)
+    assert in_float32["write_kv"] == 0
     assert re.search("flash attention, .* graphs ", first_line())
     assert in_float32["write_kv"] > 0
     monkeypatch.setattr(TritonKernels, "rms_norm", Mock(side_effect=NO_COMPILER))
@@ -208,11 +210,6 @@ def test_without_a_compiler_plain_pytorch_runs_and_the_line_says_why(in_float32,
     assert f"flash attention ({reason}" in first_line()
     assert in_float32["write_kv"] == 0
     assert in_float32["replay"] > 0  # graphs need no compiler
-
-
-def test_enforce_eager_also_disables_triton(in_float32, first_line):
-    assert "nothing fused: enforce_eager" in first_line(enforce_eager=True)
-    assert in_float32["write_kv"] == 0
 
 
 CANNOT_CAPTURE = RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile ...")

@@ -175,7 +175,11 @@ def test_quantization_is_as_exact_as_its_groups_allow(bits, group):
         assert ours.sum() < 0.85 * theirs.sum()
 
 
-def test_a_weight_that_cannot_be_divided_into_groups_is_not_quantized():
+def test_a_weight_that_cannot_be_divided_into_groups_or_that_kernels_do_not_support_is_refused():
+    kernels = Kernels()
+    assert not kernels.can_multiply(torch.empty(4, 3, dtype=torch.bfloat16))  # two inputs lie side by side
+    assert kernels.can_multiply(torch.empty(4, 3))
+    assert not kernels.can_multiply(torch.empty(4, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="1100 inputs cannot be divided"):
         quantize(torch.zeros(2, 1100), 4)
     for num_inputs, group in ((1024, 128), (1088, 64), (1056, 32), (1040, 16)):
@@ -282,13 +286,6 @@ def test_mamba_equals_its_definition(dtype):
         rows.append((state * c[:, t, None].float()).sum(-1))
     close(out, torch.stack(rows, 1))
     close(last, state)
-
-
-def test_weights_that_the_products_do_not_support():
-    kernels = Kernels()
-    assert not kernels.can_multiply(torch.empty(4, 3, dtype=torch.bfloat16))  # two inputs lie side by side
-    assert kernels.can_multiply(torch.empty(4, 3))
-    assert not kernels.can_multiply(torch.empty(4, 4, dtype=torch.float64))
 
 
 PLAINLY = Settings(0.3, None, None, None)

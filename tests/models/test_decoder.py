@@ -117,9 +117,7 @@ def test_rope_settings_in_the_format_of_transformers_4_are_understood():
     config = SimpleNamespace(**{**fields, "rope_theta": 5000.0, "rope_scaling": scaling})
     rope = DecoderConfig.from_hf(config).rope
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 5000.0, 4.0)
-
-
-def test_a_stray_dict_beside_a_rope_type_is_not_the_setting_of_a_layer_type():
+    # A stray dict beside a type is not the setting of a layer type.
     rope = {"rope_type": "linear", "factor": 4.0, "head_dim": {"rope_type": "yarn", "factor": 2.0}}
     config = LlamaConfig(**TINY, architectures=["LlamaForCausalLM"], rope_parameters=rope)
     assert DecoderConfig.from_hf(config).rope["rope_type"] == "linear"

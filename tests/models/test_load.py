@@ -207,15 +207,11 @@ def test_a_quantized_multimodal_model_is_read_here_or_refused_by_its_own_name(tm
     refuse(tmp_path, f"{name} is not supported: quantized multimodal")
 
 
-def test_an_empty_quantization_config_is_ignored(copy):
-    edit_config(copy, quantization_config={})
+def test_a_config_without_architectures_has_that_of_its_class_and_an_empty_quantization_is_none(copy):
+    edit_config(copy, architectures=None, quantization_config={})
+    assert open_checkpoint(copy).decoder_config is not None
     with LLM(copy, num_kv_blocks=4) as llm:
         assert "quant" not in llm.llm_engine.describe()
-
-
-def test_config_without_architectures_has_that_of_its_class(copy):
-    edit_config(copy, architectures=None)
-    assert open_checkpoint(str(copy)).decoder_config is not None
 
 
 DRAFTS = ["model.layers.2.mlp.up_proj.weight"], ["mtp.norm.weight", "model.mtp.0.x"]
@@ -247,8 +243,11 @@ def test_tensorflow_names_of_norms_are_read_as_transformers_does(copy, tmp_path)
     check_served(tmp_path / "bert", model)
 
 
-def test_empty_directory_file_and_wrong_path_have_different_errors(tmp_path):
+def test_directories_without_a_model_files_and_wrong_paths_have_different_errors(tmp_path):
     refuse(tmp_path, r"holds no config\.json")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    refuse(tmp_path, "holds a LoRA adapter and no model; load 'Qwen/Qwen3-0.6B' with lora=")
     (tmp_path / "file").write_text("x")
     refuse(tmp_path / "file", "got the file")
     refuse(tmp_path / "absent", "neither a directory nor a hub id")
@@ -262,12 +261,6 @@ def test_missing_hub_model_error_names_the_model_and_the_places(monkeypatch):
     looked = r"was not found as a directory, in /the/cache and at https://\S+: "
     refuse("no-owner/no-model", f"'no-owner/no-model' {looked}", OSError)
     refuse("no-owner/no-model", f"'no-owner/no-model' at revision 'v2' {looked}", OSError, revision="v2")
-
-
-def test_adapter_directory_error_names_the_base_model(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    refuse(tmp_path, "holds a LoRA adapter and no model; load 'Qwen/Qwen3-0.6B' with lora=")
 
 
 def test_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
