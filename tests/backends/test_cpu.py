@@ -37,10 +37,8 @@ from nanoengine.backends.cpu.pinned_threads import PinnedThreads
 x = torch.randn(600, 600)
 cores = os.sched_getaffinity(0)
 
-
 def places():
     return [sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")]
-
 
 def enter(pinned, num_threads=len(cores)):
     torch.set_num_threads(num_threads)
@@ -48,7 +46,6 @@ def enter(pinned, num_threads=len(cores)):
         x @ x
         seen = {"own": sorted(os.sched_getaffinity(0)), "inside": places()}
     return seen | {"is_restored": os.sched_getaffinity(0) == cores}
-
 
 x @ x
 seen = {"disabled": enter(PinnedThreads(enabled=False))}
@@ -78,12 +75,10 @@ thread = threading.Thread(target=lambda: seen.update(other=enter(pinned)))
 thread.start()
 thread.join()
 
-
 def strike(number, cpus, pin=os.sched_setaffinity, main=threading.get_native_id()):
     pin(number, cpus)
     if threading.get_native_id() == main:
         signal.raise_signal(signal.SIGINT)
-
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.sched_setaffinity = strike
@@ -177,12 +172,10 @@ torch.set_num_threads(len(os.sched_getaffinity(0)))
 llm = LLM(sys.argv[1], max_num_seqs=2, num_kv_blocks=16)
 device = llm.llm_engine.runner.device
 
-
 def num_started():
     before = len(os.listdir("/proc/self/task"))
     x @ x
     return len(os.listdir("/proc/self/task")) - before
-
 
 x = torch.randn(600, 600)
 seen = [num_started(), num_started()]
