@@ -257,8 +257,8 @@ def run_tests(*arguments: Any, selection: str = "", **environment: str) -> str:
     """Run tests in a process of its own, in this environment. Return what they print."""
     options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", " ".join(selection.split())]
     command = [sys.executable, "-m", "pytest", *options, *map(str, arguments)]
-    where: Any = {"env": os.environ | environment, "cwd": Path(__file__).parent.parent}
-    done = subprocess.run(command, **where, capture_output=True, text=True)
+    env, root = os.environ | environment, Path(__file__).parent.parent
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert " passed" in done.stdout
     return done.stdout
