@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 def pytest_collection_finish():
     gc.freeze()  # no collection looks at what was imported again
     gc.enable()
+    gc.set_threshold(10_000)  # not 700: tests import much more, and each collection looks at it
 
 
 def pytest_collection_modifyitems(items):
