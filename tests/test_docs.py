@@ -1,5 +1,6 @@
 """The lessons and the guide in docs/, and README: code prints what they say, what they point at exists."""
 
+import doctest
 import importlib.util
 import json
 import operator
@@ -63,6 +64,15 @@ def code_blocks(page: Path) -> list[str]:
 )
 def test_a_lesson_prints_what_it_says(lesson):
     run(lesson)
+
+
+WITH_EXAMPLES = [path for name in ("nanoengine", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+WITH_EXAMPLES = [str(path.relative_to(ROOT)) for path in WITH_EXAMPLES if ">>> " in path.read_text()]
+
+
+@pytest.mark.parametrize("path", sorted(WITH_EXAMPLES))
+def test_the_examples_of_docstrings_print_what_they_say(path):
+    assert doctest.testmod(importlib.import_module(path[:-3].replace("/", "."))).failed == 0
 
 
 def test_the_article_prints_what_it_says_and_says_what_was_measured():
