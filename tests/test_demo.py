@@ -25,7 +25,7 @@ def conversation(question: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(str(DEMO)) as llm:
+    with LLM(str(DEMO), num_kv_blocks=200) as llm:
         yield llm
 
 
@@ -33,7 +33,7 @@ def test_answers_are_right_in_8_bits():
     """Mistakes would show as wrong text: 48 of 50 new questions must be right."""
     rng = random.Random(999)
     asked = [ask(rng) for ask in TASKS.values() for _ in range(10)]
-    with LLM(str(DEMO), quantization="int8", activations="int8") as llm:
+    with LLM(str(DEMO), num_kv_blocks=400, quantization="int8", activations="int8") as llm:
         outputs = llm.chat([conversation(question) for question, _ in asked], GREEDY, use_tqdm=False)
     right = [out.outputs[0].text == answer for out, (_, answer) in zip(outputs, asked, strict=True)]
     assert sum(right) >= 48

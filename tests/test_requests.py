@@ -35,7 +35,7 @@ def llm(babbler):
 
 def test_streams_add_up_to_the_outputs_of_generate(llm):
     rng = random.Random(0)
-    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(100)]
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(40)]
     params = [random_params(rng) for _ in prompts]
     expected = llm.generate(prompts, params, use_tqdm=False)
     streamed, order, finished = [{} for _ in prompts], [], []
@@ -48,8 +48,8 @@ def test_streams_add_up_to_the_outputs_of_generate(llm):
             streamed[i][new.index] = parts
         finished += [i] * output.finished
     assert not llm.has_unfinished_requests()
-    assert len([i for i, _ in itertools.groupby(order)]) > 100, "the streams are interleaved"
-    assert sorted(finished) == list(range(100))
+    assert len([i for i, _ in itertools.groupby(order)]) > 40, "the streams are interleaved"
+    assert sorted(finished) == list(range(40))
     for output, parts, asked in zip(expected, streamed, params, strict=True):
         for whole in output.outputs:
             assert parts[whole.index] == [whole.text, whole.token_ids, len(whole.logprobs or [])]
