@@ -764,11 +764,11 @@ def test_each_setting_of_the_engine_is_a_flag_and_is_not_set_without_it():
     assert given["host"] == "127.0.0.1"
 
 
-LONG = {"prompt": "a b c", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+LONG = {"prompt": "a b c", "max_tokens": 120, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
 def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(llm, tmp_path):
-    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     expected = llm.generate("a b c", params, use_tqdm=False)[0].outputs[0].token_ids
     flags = ("--served-model-name", "demo", "--drain-seconds", str(TIMEOUT))
     with held_command(tmp_path, *flags, NANOENGINE_API_KEY="k") as (process, url, release):
