@@ -58,9 +58,16 @@ def code_blocks(page: Path) -> list[str]:
     return [example.parsed for example in Sybil([parser]).parse(page).examples()]
 
 
+LONG = "03-rows-and-bytes", "15-load-and-policies", "20-travelling-blocks"  # measure, or simulate loads
+
+
 @pytest.mark.parametrize(
     "lesson",
-    [pytest.param(path, id=path.stem) for path in (*LESSONS, REGIONS) if path not in (KERNEL, READABLE_GPU)],
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
+        for path in (*LESSONS, REGIONS)
+        if path not in (KERNEL, READABLE_GPU)
+    ],
 )
 def test_a_lesson_prints_what_it_says(lesson):
     run(lesson)
