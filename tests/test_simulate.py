@@ -37,7 +37,7 @@ def test_script_that_once_broke_a_law_keeps_all_laws(name):
     run(FOUND[name])
 
 
-@pytest.mark.parametrize("seeds", [range(26, 32), pytest.param(range(300), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(26, 29), pytest.param(range(300), marks=pytest.mark.slow)], ids=str)
 def test_simulated_servers_keep_all_laws(seeds):
     broken = {seed: law for seed in seeds if (law := breaks(write(seed)))}
     assert not broken

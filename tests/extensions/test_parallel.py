@@ -289,9 +289,9 @@ SETTINGS += [{"enforce_eager": True, "max_num_seqs": 2}]
 @pytest.mark.parametrize(
     ("name", "size", "settings"),
     [
-        *(("llama with biases", 2, {}), (*SLIDING, {}), (*SLIDING, DRAFTS)),
+        *(("llama with biases", 2, {}), (*SLIDING, DRAFTS)),
         *(pytest.param(*one, {}, marks=SLOW) for one in SIZES.items()),
-        *(pytest.param(*SLIDING, one, marks=SLOW) for one in SETTINGS),
+        *(pytest.param(*SLIDING, one, marks=SLOW) for one in ({}, *SETTINGS)),
     ],
 )
 def test_ranks_give_the_same_tokens_as_one(name, size, settings, path_of, in_threads):

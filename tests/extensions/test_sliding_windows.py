@@ -180,13 +180,12 @@ def max_held(llm):
     return max(num_held)
 
 
-BRIEFLY = ("mistral sliding", True), ("gemma3", False)  # the other pairs are slow
 
 
 @pytest.mark.parametrize(
     ("name", "enforce_eager"),
     [
-        pytest.param(*pair, marks=[] if pair in BRIEFLY else pytest.mark.slow)
+        pytest.param(*pair, marks=[] if pair == ("gemma3", False) else pytest.mark.slow)
         for pair in itertools.product(WINDOW_ONLY + HYBRID, (False, True))
     ],
 )
