@@ -146,7 +146,7 @@ def compare(ours: list, theirs: list, where: str) -> set:
     return happened
 
 
-@pytest.mark.parametrize("seeds", [(5, 8), *slow(range(30))], ids=["two", "thirty"])
+@pytest.mark.parametrize("seeds", [(103,), *slow(range(30))], ids=["one", "thirty"])
 def test_tokens_and_steps_of_random_workloads_are_those_of_the_engine(seeds, model, rounded):
     workloads, happened = [random_workload(seed) for seed in seeds], set()
     played = node("data.map(one => runAll(one, model))", workloads, model)
