@@ -4,11 +4,13 @@ import gc
 import inspect
 import os
 import signal
+from functools import cache
 
 import pytest
 import torch
 
 from nanoengine import EngineConfig
+from nanoengine.extensions.structured import grammars, token_masks
 from tests import doubles
 from tests.helpers import byte_tokenizer, chain_checkpoint, checkpoint, table_checkpoint
 
@@ -59,6 +61,14 @@ def alphabet(tmp_path_factory):
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_trials():
+    """Let engines of one tokenizer try grammars in one process, whose start takes 0.2 CPU seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_masks, "Trials", cache(grammars.Trials))
+        yield
 
 
 @pytest.fixture

@@ -215,6 +215,7 @@ def test_a_sequence_whose_mask_is_late_skips_steps_and_delays_no_other(num_block
 
 def test_close_ends_the_threads_that_compute_masks_and_the_trial_process_ends_with_the_engine(monkeypatch):
     monkeypatch.setattr(token_masks, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(token_masks, "Trials", grammars.Trials)  # not a shared one
     before = {*threading.enumerate()}
     with LLM(DEMO, num_kv_blocks=40, max_model_len=64) as llm:
         answers(llm, [asking("regex", 3, temperature=2.0)])
