@@ -767,6 +767,7 @@ def test_each_setting_of_the_engine_is_a_flag_and_is_not_set_without_it():
 LONG = {"prompt": "a b c", "max_tokens": 120, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
+@pytest.mark.slow  # a process that imports PyTorch
 def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(llm, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     expected = llm.generate("a b c", params, use_tqdm=False)[0].outputs[0].token_ids
@@ -808,7 +809,8 @@ def test_the_command_prepares_its_process_and_ends_with_130_after_ctrl_c(monkeyp
     assert (ended.value.code, calls) == (130, ["freeze", 0.001])
 
 
-def test_requests_that_outlast_drain_seconds_end_with_an_error():
+@pytest.mark.parametrize("drain_seconds", [0, TIMEOUT])
+def test_after_sigterm_requests_finish_or_outlast_drain_seconds_and_end_with_an_error(drain_seconds):
     engine = AsyncLLM(str(DEMO), num_kv_blocks=100)
     with (
         served(engine) as (url, service),
@@ -819,8 +821,17 @@ def test_requests_that_outlast_drain_seconds_end_with_an_error():
         pieces = stream_lines(answer)
         next(pieces)
         wait_until(lambda: steps.is_held)
+        service.server.drain_seconds = drain_seconds
         service.server.handle_exit(signal.SIGTERM, None)
-        wait_until(lambda: engine._closed)
+        if drain_seconds:
+            refused = http.post(f"{url}/v1/completions", json={"prompt": "a"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert http.get(f"{url}/health").status_code == 503
+        else:
+            wait_until(lambda: engine._closed)
         steps.permit()
         *_, last = pieces
-        assert last["error"]["message"] == "the server is shutting down"
+        if drain_seconds:
+            assert last["choices"][0]["finish_reason"] == "length"
+        else:
+            assert last["error"]["message"] == "the server is shutting down"
