@@ -710,13 +710,13 @@ print(f"Total: {{total}}tok, Time: {{seconds:.2f}}s, Throughput: {{total / secon
 
 
 @pytest.fixture
-def sparse_zeros(monkeypatch):
+def sparse(monkeypatch):
     """Let zeros take memory only where they are written: a script's cache has 1 GiB."""
     monkeypatch.setattr(torch, "zeros", lambda shape, **_: torch.from_numpy(np.zeros(shape, np.float32)))
 
 
 @pytest.mark.parametrize("script", [EXAMPLE, BENCH], ids=["example", "bench"])
-def test_a_script_for_nano_vllm_runs_with_another_import(script, tmp_path, monkeypatch, capsys, sparse_zeros):
+def test_a_script_for_nano_vllm_runs_with_another_import(script, tmp_path, monkeypatch, capsys, sparse):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface" / "Qwen3-0.6B").symlink_to(DEMO)
@@ -734,20 +734,18 @@ def run(monkeypatch, *arguments):
     runpy.run_path(str(SOURCE), run_name="__main__")
 
 
-def test_the_command_answers_questions_as_one_batch(monkeypatch, capsys, sparse_zeros):
+def test_the_command_answers_questions_as_one_batch(monkeypatch, capsys, sparse):
     run(monkeypatch, "What is 27 + 58?", "Count from 3 to 6.")
     said = "Q: What is 27 + 58?\nA: 27 + 58 = 85\n\nQ: Count from 3 to 6.\nA: 3 4 5 6\n\n"
     assert capsys.readouterr().out == said
 
 
-def test_the_command_says_that_a_checkpoint_has_no_tokenizer(monkeypatch, qwen3, sparse_zeros):
+def test_the_command_says_that_a_checkpoint_has_no_tokenizer(monkeypatch, qwen3, sparse):
     with pytest.raises(ValueError, match="no tokenizer"):
         run(monkeypatch, "Hi", "--model", qwen3)
 
 
-def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(
-    monkeypatch, capsys, tmp_path, sparse_zeros
-):
+def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(monkeypatch, capsys, tmp_path, sparse):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 4, "hidden_size": 32})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -783,9 +781,7 @@ def test_the_file_has_at_most_750_lines_and_imports_nothing_of_ours():
     assert set(imported) <= {*others.split()} | set(sys.stdlib_module_names)
 
 
-def test_a_copy_of_the_file_without_the_bundled_model_asks_for_one(
-    tmp_path, monkeypatch, capsys, sparse_zeros
-):
+def test_a_copy_of_the_file_without_the_bundled_model_asks_for_one(tmp_path, monkeypatch, capsys, sparse):
     copy = tmp_path / "copied.py"
     copy.write_text(SOURCE.read_text())
     monkeypatch.setattr(sys, "argv", ["copied.py", "Hi"])

@@ -180,8 +180,6 @@ def max_held(llm):
     return max(num_held)
 
 
-
-
 @pytest.mark.parametrize(
     ("name", "enforce_eager"),
     [
