@@ -25,7 +25,7 @@ from nanoengine.backends.cpu.pinned_threads import place
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device
 from nanoengine.config import EngineConfig
-from tests.helpers import DEMO
+from tests.helpers import DEMO, slow
 from tests.serving import TIMEOUT, wait_until
 
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
@@ -211,14 +211,14 @@ def write_compiler(path, script):
     return path
 
 
-# It copies what was compiled for the engine, but for float16, which it does not support.
+# It copies what was compiled for the engine. What it makes for float16, which it does not support, lacks that.
 COPYING = """
 [ "$1" = --version ] && exit
 for last; do :; done
 case "$*" in
   *-DTYPES=1*) cp {float32} "$last" ;;
   *-DTYPES=2*) cp {bfloat16} "$last" ;;
-  *) exec {compiler} "$@" -O0 -U__FLT16_MAX__ ;;
+  *) {otherwise} ;;
 esac
 """
 
@@ -229,10 +229,11 @@ def compiled(dtype):
 
 
 @pytest.fixture
-def quick_compiler(tmp_path, monkeypatch):
+def quick_compiler(request, tmp_path, monkeypatch):
     """Install a compiler that copies compiled libraries. Returns its cache, which is empty."""
     paths = {"float32": compiled(torch.float32), "bfloat16": compiled(torch.bfloat16)}
-    script = COPYING.format(**paths, compiler=os.environ.get("CXX", "g++"))
+    otherwise = getattr(request, "param", 'cp {bfloat16} "$last"')
+    script = COPYING.replace("{otherwise}", otherwise).format(**paths, compiler=os.environ.get("CXX", "g++"))
     monkeypatch.setenv("CXX", str(write_compiler(tmp_path / "g++", script)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
@@ -261,6 +262,12 @@ def test_kernels_are_compiled_for_a_dtype_when_it_is_first_used(quick_compiler, 
         Kernels(torch.float64)
 
 
+@pytest.mark.parametrize(
+    "quick_compiler",
+    ['cp {bfloat16} "$last"', *slow('exec {compiler} "$@" -O0 -U__FLT16_MAX__')],
+    ids=["copied", "compiled"],
+    indirect=True,
+)
 def test_auto_is_float32_with_kernels_if_the_compiler_does_not_support_the_dtype(quick_compiler):
     device = CPU(torch.device("cpu"), EngineConfig(model=DEMO))
     assert device.choose_dtype(torch.float16) == torch.float32
