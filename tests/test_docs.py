@@ -58,26 +58,21 @@ def code_blocks(page: Path) -> list[str]:
     return [example.parsed for example in Sybil([parser]).parse(page).examples()]
 
 
-LONG = "03-rows-and-bytes", "15-load-and-policies", "20-travelling-blocks"  # measure, or simulate loads
+RUN = [path for path in (*LESSONS, REGIONS) if path not in (KERNEL, READABLE_GPU)]
+SLOW = "03-rows-and-bytes", "15-load-and-policies", "20-travelling-blocks"  # measure, or simulate loads
 
 
 @pytest.mark.parametrize(
-    "lesson",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
-        for path in (*LESSONS, REGIONS)
-        if path not in (KERNEL, READABLE_GPU)
-    ],
+    "lesson", [pytest.param(x, id=x.stem, marks=[pytest.mark.slow] * (x.stem in SLOW)) for x in RUN]
 )
 def test_a_lesson_prints_what_it_says(lesson):
     run(lesson)
 
 
-WITH_EXAMPLES = [path for name in ("nanoengine", "benchmarks") for path in (ROOT / name).rglob("*.py")]
-WITH_EXAMPLES = [str(path.relative_to(ROOT)) for path in WITH_EXAMPLES if ">>> " in path.read_text()]
+MODULES = [path for name in ("nanoengine", "benchmarks") for path in (ROOT / name).rglob("*.py")]
 
 
-@pytest.mark.parametrize("path", sorted(WITH_EXAMPLES))
+@pytest.mark.parametrize("path", sorted(str(x.relative_to(ROOT)) for x in MODULES if ">>> " in x.read_text()))
 def test_the_examples_of_docstrings_print_what_they_say(path):
     assert doctest.testmod(importlib.import_module(path[:-3].replace("/", "."))).failed == 0
 

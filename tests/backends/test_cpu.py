@@ -211,7 +211,7 @@ def write_compiler(path, script):
     return path
 
 
-# It copies what was compiled for the engine. What it makes for float16, which it does not support, lacks that.
+# It copies what was compiled for the engine. What it makes for float16, which it does not support, has none.
 COPYING = """
 [ "$1" = --version ] && exit
 for last; do :; done
@@ -262,12 +262,10 @@ def test_kernels_are_compiled_for_a_dtype_when_it_is_first_used(quick_compiler, 
         Kernels(torch.float64)
 
 
-@pytest.mark.parametrize(
-    "quick_compiler",
-    ['cp {bfloat16} "$last"', *slow('exec {compiler} "$@" -O0 -U__FLT16_MAX__')],
-    ids=["copied", "compiled"],
-    indirect=True,
-)
+OTHERWISE = ['cp {bfloat16} "$last"', *slow('exec {compiler} "$@" -O0 -U__FLT16_MAX__')]
+
+
+@pytest.mark.parametrize("quick_compiler", OTHERWISE, indirect=True, ids=["copied", "compiled"])
 def test_auto_is_float32_with_kernels_if_the_compiler_does_not_support_the_dtype(quick_compiler):
     device = CPU(torch.device("cpu"), EngineConfig(model=DEMO))
     assert device.choose_dtype(torch.float16) == torch.float32

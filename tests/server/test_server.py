@@ -831,7 +831,5 @@ def test_after_sigterm_requests_finish_or_outlast_drain_seconds_and_end_with_an_
             wait_until(lambda: engine._closed)
         steps.permit()
         *_, last = pieces
-        if drain_seconds:
-            assert last["choices"][0]["finish_reason"] == "length"
-        else:
-            assert last["error"]["message"] == "the server is shutting down"
+        reason = last["choices"][0]["finish_reason"] if drain_seconds else last["error"]["message"]
+        assert reason == ("length" if drain_seconds else "the server is shutting down")
