@@ -29,14 +29,6 @@ def leave_registered_and_free(manager: BlockManager, *prompts: list[int]) -> lis
     return seqs
 
 
-def test_blocks_are_handed_out_in_order_and_never_the_null_block():
-    manager = manager_of()
-    assert admit(manager, make_sequence(0, list(range(9)))) == [1, 2, 3]
-    assert admit(manager, make_sequence(1, [50] * 20)) == [4, 5, 6, 7, 8]
-    assert manager.num_free_blocks == 0
-    assert not manager.allocate(make_sequence(2, [1]))
-
-
 def test_a_repeated_prompt_of_whole_blocks_recomputes_one_token_and_stores_nothing():
     manager = manager_of()
     first, second = (make_sequence(i, list(range(8))) for i in range(2))
@@ -65,17 +57,6 @@ def test_evicting_one_of_two_equal_blocks_leaves_the_other_findable():
     check_blocks(manager, [second, filler])
 
 
-def test_children_of_either_copy_are_found_after_the_other():
-    manager = manager_of()
-    first, second = (make_sequence(i, [1, 2, 3, 4, 5, 6, 7, 8]) for i in range(2))
-    admit(manager, first)
-    admit(manager, second)
-    manager.register_full_blocks(first, 4)  # only the first block of one sequence ...
-    manager.register_full_blocks(second, 8)  # ... and both of the other
-    manager.free(second)
-    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(1, 9))))] == [1, 4]
-
-
 def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
     manager = manager_of(hash_function=lambda content, parent: 42)
     first, second = make_sequence(0, [1, 1, 1, 1, 7, 7, 7, 7]), make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7])
@@ -88,13 +69,6 @@ def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
     assert manager.find_prefix(make_sequence(6, [7, 7, 7, 7])) == []
 
 
-def test_tails_are_evicted_before_prefixes():
-    manager = manager_of(num_blocks=3)
-    leave_registered_and_free(manager, list(range(12)))
-    assert admit(manager, make_sequence(1, [99])) == [3]
-    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(12))))] == [1, 2]
-
-
 @pytest.mark.parametrize(("second", "hits_the_first"), [([2] * 4, True), ([2] * 3, False)])
 def test_a_block_that_is_not_full_or_was_hit_longer_ago_is_reused_first(second, hits_the_first):
     manager = manager_of(num_blocks=2)
@@ -105,7 +79,7 @@ def test_a_block_that_is_not_full_or_was_hit_longer_ago_is_reused_first(second, 
     assert admit(manager, make_sequence(2, [9])) == [2]
 
 
-def test_each_full_block_of_a_sequence_is_hashed_once():
+def test_each_full_block_of_a_sequence_is_hashed_once_and_none_without_the_prefix_cache():
     hashed = []
 
     def counting_hash(content: bytes, parent: int) -> int:
@@ -127,6 +101,7 @@ def test_each_full_block_of_a_sequence_is_hashed_once():
         manager.register_full_blocks(waiting, waiting.num_tokens)
     manager.free(waiting)
     admit(manager, waiting)
+    compute(manager_of(enable_prefix_caching=False, hash_function=counting_hash), make_sequence(2, [1] * 4))
     assert len(hashed) == 3
 
 
@@ -170,17 +145,6 @@ def test_refused_allocation_changes_nothing():
     assert before == state(manager)
     assert (big.block_table, big.num_computed_tokens, big.num_cached_tokens) == ([], 0, None)
     assert (manager.num_query_tokens, manager.num_query_hits) == (4, 0)
-
-
-def test_nothing_is_hashed_or_found_with_prefix_caching_off():
-    def no_hash(content: bytes, parent: int) -> int:
-        raise AssertionError("hashed with prefix caching off")
-
-    manager = manager_of(enable_prefix_caching=False, hash_function=no_hash)
-    for seq_id in range(2):
-        seq = make_sequence(seq_id, [1] * 4)
-        compute(manager, seq)
-        assert seq.num_hit_tokens == 0
 
 
 def test_hit_statistics_count_the_tokens_of_first_admissions():

@@ -12,7 +12,6 @@ import pytest
 from nanoengine import LLM, EngineConfig, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
 from nanoengine.backends.threads import on_all_cores
 from tests.helpers import (
-    VOCAB,
     chain_checkpoint,
     check_greedy,
     checkpoint,
@@ -96,30 +95,6 @@ def test_no_schedule_changes_a_token(name, qwen3, prompts, expected):
         assert llm.metrics()["num_free_blocks"] == settings["num_kv_blocks"]
 
 
-def test_repeated_prompt_hits_the_cache_except_for_its_last_token(qwen3):
-    prompt = random_prompts([64])[0]
-    with LLM(qwen3, block_size=16, num_kv_blocks=20) as llm:
-        cold, same_batch = llm.generate([prompt, prompt], GREEDY, use_tqdm=False)
-        warm = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
-        assert [out.num_cached_tokens for out in (cold, same_batch, warm)] == [0, 63, 63]
-        assert warm.metrics.num_cached_tokens == 63
-        assert llm.reset_prefix_cache()
-        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
-
-
-def test_samples_share_the_prompt_and_differ(qwen3):
-    prompt = random_prompts([48])[0]
-    params = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=10)
-    with LLM(qwen3, block_size=16, num_kv_blocks=40) as llm:
-        first = llm.generate(prompt, params, use_tqdm=False)[0]
-        assert llm.metrics()["prefix_cache_hits"] == 3 * 47
-        again = llm.generate(prompt, params, use_tqdm=False)[0]
-    samples = [completion.token_ids for completion in first.outputs]
-    assert [completion.index for completion in first.outputs] == [0, 1, 2, 3]
-    assert len(set(map(tuple, samples))) == 4
-    assert samples == [completion.token_ids for completion in again.outputs]
-
-
 def test_unseeded_requests_follow_the_seed_of_the_engine(qwen3):
     runs = []
     for seed in (0, 0, 1):
@@ -168,10 +143,8 @@ def test_end_of_sequence_stop_tokens_and_min_tokens(tmp_path):
 
 BAD_PROMPTS: dict[str, list] = {
     "prompt is empty": ["", [[]], [[1, 2], []], ["ok", ""]],
-    r"token ids in \[0, 257\), got 384": [[1, VOCAB * 3]],
     r"token ids in \[0, 257\), got 257": [[257]],
-    "token ids in": [[1, -1]],
-    "integer token ids": [[1, 2.5], [1, True]],
+    "integer token ids": [[1, 2.5]],
     "prompt must be": [{"prompt": None}, [None], {"prompt_token_ids": None}, [b"abc"]],
     "prompt must be a string": [[[1], 5], {"prompt": 5}],
     "prompt must be a string, token ids": [{"prompt_token_ids": "ab"}],
@@ -256,17 +229,6 @@ def test_an_llm_is_made_from_a_config_and_is_its_own_engine(qwen3):
         assert llm.metrics()["num_blocks"] == 20
 
 
-def test_ids_may_be_aborted_twice_or_after_they_finished(llm):
-    llm.add_request("a", [1], SamplingParams(max_tokens=9))
-    llm.add_request("b", [2], SamplingParams(max_tokens=1))
-    with pytest.raises(ValueError, match="'a' is already in use"):
-        llm.add_request("a", [1])
-    llm.generate([3], SamplingParams(max_tokens=3), use_tqdm=False)  # "b" finishes meanwhile
-    outputs = llm.abort_request(["a", "a", "b"])
-    assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "length"]
-    assert llm.abort_request("b") == llm.step() == []
-
-
 def test_failed_launch_loses_no_output_of_the_previous_step(babbler):
     """With bad words, async scheduling collects the previous step in a call of its own, before the launch."""
     params = [SamplingParams(temperature=0, max_tokens=n, bad_words=["a"]) for n in (2, 5)]
@@ -284,12 +246,13 @@ def test_failed_launch_loses_no_output_of_the_previous_step(babbler):
         assert [finished[i].outputs[0].token_ids for i in "01"] == expected
 
 
-def test_failed_tokenizer_ends_only_its_request(alphabet, caplog):
+def test_tokenizer_that_panics_ends_only_its_request(alphabet, caplog):
+    panic = BaseException("flaky")  # a panic of Rust's is no Exception
     params = [SamplingParams(temperature=0, max_tokens=n, logprobs=0) for n in (2, 4, 4)]
     for i in range(3):
         alphabet.add_request(str(i), "abc"[i], params[i])
     alphabet.step()
-    with failing_calls(alphabet.scheduler.running[1].detokenizer, "append", {0}):
+    with failing_calls(alphabet.scheduler.running[1].detokenizer, "append", {0}, panic):
         finished = {request_id: output.outputs[0] for request_id, output in finish(alphabet).items()}
     assert (finished["0"].text, finished["0"].finish_reason) == ("bc", "length")
     assert (finished["1"].token_ids, finished["1"].finish_reason) == (list(b"cd"), "error")
@@ -314,12 +277,14 @@ def test_generate_keeps_outputs_of_added_requests(llm, prompts, expected):
     assert finish(llm).keys() == {"0"}
 
 
-def test_abort_returns_everything_not_returned_yet(llm, prompts, expected):
+def test_abort_returns_everything_not_returned_yet_of_ids_named_twice_or_finished(llm, prompts, expected):
     delta = SamplingParams(temperature=0, max_tokens=20, output_kind=RequestOutputKind.DELTA)
     llm.add_request("x", prompts[3], delta)
-    llm.generate([2], SamplingParams(max_tokens=5), use_tqdm=False)
-    (output,) = llm.abort_request("x")
-    assert (output.outputs[0].token_ids, output.finished) == (expected[0][3][:5], True)
+    llm.add_request("y", [2], SamplingParams(max_tokens=1))
+    llm.generate([2], SamplingParams(max_tokens=5), use_tqdm=False)  # "y" finishes meanwhile
+    outputs = llm.abort_request(["x", "x", "y"])
+    assert [(o.outputs[0].finish_reason, o.finished) for o in outputs] == [("abort", True), ("length", True)]
+    assert outputs[0].outputs[0].token_ids == expected[0][3][:5]
     assert llm.abort_request("x") == llm.step() == []
 
 

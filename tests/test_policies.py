@@ -30,32 +30,18 @@ LENGTHS = [20, 50, 20]
 SMALL = {"num_kv_blocks": 7, "block_size": 8}  # each needs a third block in the same step, and one is free
 
 
-def order_of_ends(llm, lengths):
-    """Return the requests' numbers in the order in which they finish, and their token ids."""
+def answers(llm, lengths):
+    """Return the token ids of requests for these numbers of tokens."""
     for i, length in enumerate(lengths):
         llm.add_request(str(i), [5 + i], SamplingParams(max_tokens=length, **GREEDY))
-    outputs = finish(llm)
-    token_ids = {int(name): output.outputs[0].token_ids for name, output in outputs.items()}
-    return [*token_ids], token_ids
+    return {name: output.outputs[0].token_ids for name, output in finish(llm).items()}
 
 
 @pytest.fixture(scope="module")
 def expected():
     """Return the tokens of requests of `LENGTHS` without a policy."""
     with LLM(DEMO, num_kv_blocks=40, block_size=8) as llm:
-        return order_of_ends(llm, LENGTHS)[1]
-
-
-def test_the_shortest_job_runs_first_and_no_token_changes():
-    lengths, settings = [40, 30, 20, 10], {"num_kv_blocks": 40, "block_size": 8, "max_num_seqs": 1}
-    with LLM(DEMO, **settings) as llm:
-        in_order, expected = order_of_ends(llm, lengths)
-    assert in_order == [0, 1, 2, 3]
-    with LLM(DEMO, **settings, scheduler_cls=POLICY) as llm:
-        llm.scheduler.tokens_per_second = 0
-        assert order_of_ends(llm, lengths) == ([3, 2, 1, 0], expected)
-        llm.scheduler.tokens_per_second = 1e12
-        assert order_of_ends(llm, lengths) == (in_order, expected), "the one that waited longest runs first"
+        return answers(llm, LENGTHS)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -64,7 +50,7 @@ def test_the_longest_job_is_preempted(async_scheduling, expected):
         llm.scheduler.tokens_per_second = 0
         preempted = []
         llm.scheduler.observe(lambda event, *about: preempted.append(about) if event == "freed" else None)
-        assert order_of_ends(llm, LENGTHS)[1] == expected
+        assert answers(llm, LENGTHS) == expected
         victims = [seq.seq_id for seq, for_seq in preempted if for_seq is not None]
         assert victims == [1], "not the last one, as by default"
 
@@ -81,14 +67,14 @@ def test_the_guide_s_policy_runs_in_the_lab_and_on_a_model(expected, tmp_path, m
     exec(run, {})
     assert re.findall(r"(\d+) prompt tokens were cached", capsys.readouterr().out) == ["288", "8640"]
     with LLM(DEMO, **SMALL, scheduler_cls=name) as llm:
-        assert order_of_ends(llm, LENGTHS)[1] == expected
+        assert answers(llm, LENGTHS) == expected
         assert llm.metrics()["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_policy_of_the_lab_changes_a_token(name, expected):
     with LLM(DEMO, **SMALL, scheduler_cls=POLICIES[name]) as llm:
-        assert order_of_ends(llm, LENGTHS)[1] == expected
+        assert answers(llm, LENGTHS) == expected
 
 
 class Refusing(Scheduler):
@@ -105,7 +91,7 @@ class Refusing(Scheduler):
 @pytest.mark.parametrize("limit", [0, 1, 2])
 def test_a_request_that_a_policy_fails_to_queue_leaves_nothing_behind(limit):
     with LLM(DEMO, num_kv_blocks=20, scheduler_cls=Refusing) as llm:
-        expected = order_of_ends(llm, [5, 3])
+        expected = answers(llm, [5, 3])
         llm.scheduler.limit = limit
         with pytest.raises(KeyError, match="not this one"):
             llm.generate("Hi", SamplingParams(n=3), use_tqdm=False)
@@ -113,7 +99,7 @@ def test_a_request_that_a_policy_fails_to_queue_leaves_nothing_behind(limit):
         assert not llm.scheduler.waiting
         assert not llm.llm_engine._request_of
         llm.scheduler.limit = 9
-        assert order_of_ends(llm, [5, 3]) == expected
+        assert answers(llm, [5, 3]) == expected
 
 
 @pytest.mark.parametrize("deadline", ["soon", None, float("nan"), True, [1]])
