@@ -289,7 +289,9 @@ def test_a_stream_that_is_closed_at_the_moment_of_a_timeout_leaves_no_request(st
                 outputs.close()
             return seen.count
 
-        for at in range(2, close() + 1, stride):  # no signal can come at the first line, which is a `try:`
+        num_lines = close()
+        assert not llm.has_unfinished_requests()
+        for at in range(2, num_lines + 1, stride):  # none can come at the first line, which is a `try:`
             with pytest.raises(limit):
                 close(at=at, strike=out_of_time)
             assert not llm.has_unfinished_requests(), at
