@@ -6,7 +6,6 @@ import math
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -403,10 +402,6 @@ class Lines:
             if self.count == self.at:
                 self.strike()
         return self._trace
-
-
-def ctrl_c() -> None:
-    signal.raise_signal(signal.SIGINT)
 
 
 def is_busy(scheduler: Scheduler) -> bool:

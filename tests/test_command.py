@@ -63,6 +63,13 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
     assert capsys.readouterr().out == f"{nanoengine.__version__}\n"
 
 
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Return a folder with a checkpoint without a tokenizer."""
+    ignored = shutil.ignore_patterns("tokenizer*", "*.jinja")
+    return shutil.copytree(DEMO, tmp_path_factory.mktemp("without") / "tokenizer", ignore=ignored)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -70,6 +77,9 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
         ("--vresion", "did you mean --version?"),
         ("serve demo --prot 80", "did you mean --port?"),
         ("serve demo --attn_backend=falsh", "did you mean flash?"),
+        ("serve demo --enable-prefx-caching", "did you mean 'enable_prefix_caching'?"),
+        ("serve demo --no-enable_prefx_caching", "did you mean 'enable_prefix_caching'?"),
+        ("serve demo --max-num-seq=0", "did you mean 'max_num_seqs'?"),
         ("serve demo --model demo", "give the model once"),
         ("serve demo --kv-cache-dtype fp8", "argument --kv-cache-dtype: invalid choice: 'fp8'"),
         ("serve demo --ssl_keyfile=key.pem", "ssl_keyfile='key.pem' is not supported"),
@@ -86,6 +96,13 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
         ("serve demo --allowed-origins [1]", "allowed_origins must hold strings only, got 1"),
         ("bench --workload decoed", "did you mean decode?"),
         ("bench --model /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
+        ("bench --threads 0", "must be at least 1"),
+        ("chat BARE", "has no chat template, so it cannot hold a conversation"),
+        ("chat demo --max-model-length 9", "did you mean 'max_model_len'"),
+        ("chat demo --hf-overrides [1]", "hf_overrides must be a dict"),
+        ("run BARE", "the checkpoint has no tokenizer"),
+        ("run demo --model demo", "give the model once: nanoengine run MODEL"),
+        ("run --max-tokens 0", "max_tokens must be"),
         ("run --trace run.txt", "a trace must end in .html, .json or .jsonl, got run.txt"),
         ("trace --ouput x.html", "did you mean 'output'?"),
         ("trace /no/such.jsonl -o x.html", "No such file or directory: '/no/such.jsonl'"),
@@ -96,9 +113,10 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
         ("lab --plot /no/such.folder/x.png", "No such file or directory: '/no/such.folder/x.png'"),
     ],
 )
-def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, capsys):
+def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, bare, monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        main(line.split())
+        main(line.replace("BARE", str(bare)).split())
     (printed,) = capsys.readouterr().err.splitlines()
     assert printed.startswith("nanoengine")
     assert said in printed

@@ -111,15 +111,6 @@ def test_typo_is_an_error_at_any_value(of, typo, served):
             USES[of](**{typo: value})
 
 
-@pytest.mark.parametrize("flag", ["--enable-prefx-caching", "--no-enable_prefx_caching", "--max-num-seq=0"])
-def test_mistyped_flag_ends_the_command_in_one_line(flag, capsys):
-    with pytest.raises(SystemExit) as caught:
-        make_parser().parse_args(["demo", flag])
-    assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"nanoengine serve: error: .* did you mean '\w+'\?\n", said)
-
-
 @pytest.mark.parametrize(
     "flags", ["--disable-log-requests", "--kv-cache-dtype auto", "--no-enable-lora", "--uds= --swap_space 4"]
 )
