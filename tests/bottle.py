@@ -304,15 +304,6 @@ class Chain:
         return torch.full_like(logits, torch.nan) if self.fails("logits") else logits
 
 
-def expected_token(token_ids: list[int]) -> int:
-    """Return the most probable token after these, by the definition."""
-    links: list[int] = []
-    for one in token_ids:
-        links.append(crc32(one.to_bytes(4, "little"), links[-1] if links else 0))
-    digest = crc32(np.array(links, dtype=np.int64).tobytes()) % NUM_ROWS
-    return int(table()[digest].argmax())
-
-
 class FlakyDevice(Device):
     """A device whose copy to the host can fail."""
 
