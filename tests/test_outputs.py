@@ -65,11 +65,6 @@ def test_text_grows_by_whole_characters_to_the_decoded_text(tokenizer):
         assert feed(tokenizer, TEXT, stop=stop)[0][-1] == TEXT
 
 
-def test_incomplete_character_at_the_end_is_not_shown(tokenizer):
-    text = fed(tokenizer, tokenizer.encode("ok 🙂").ids[:-1], [1, 2, 3, 4]).text
-    assert text in ("ok", "ok ")  # the space may share a token with the first bytes
-
-
 def test_stop_string_is_found_at_every_offset_and_across_tokens(tokenizer):
     for start in range(0, 60, 5):
         for length in (1, 2, 5, 11):
@@ -124,13 +119,6 @@ def test_cached_texts_of_tokens_change_no_text(tokenizer):
         assert not any(slow.texts.values())
 
 
-def test_only_the_end_of_the_text_is_searched_for_stop_strings(tokenizer):
-    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["abcdefghij"]))
-    for token_id in tokenizer.encode(TEXT * 20).ids:
-        detokenizer.append(token_id)
-        assert len(detokenizer.held_back) <= 9
-
-
 def test_leading_space_of_the_output_is_kept():
     ids = [SENTENCEPIECE.token_to_id(token) for token in ("▁world", "!", "▁caf")]
     ids += [byte + 1 for byte in "é 日".encode()]
@@ -150,12 +138,6 @@ def test_the_whole_text_after_each_token_joins_few_pieces(tokenizer, stop):
     assert max(sizes) <= 3
     detokenizer.finish()
     assert detokenizer.text == detokenizer.new_text() == TEXT
-
-
-def test_special_tokens_are_skipped_by_default(tokenizer):
-    ids = [*tokenizer.encode("a").ids, tokenizer.token_to_id("<eos>"), *tokenizer.encode("b").ids]
-    assert fed(tokenizer, ids).text == "ab"
-    assert fed(tokenizer, ids, skip_special_tokens=False).text == "a<eos>b"
 
 
 @pytest.mark.parametrize("special", [[], [256]], ids=["", "before a special token"])
