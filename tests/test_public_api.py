@@ -150,17 +150,6 @@ def test_the_log_is_visible_until_the_program_turns_it_off_or_has_a_format_of_it
     assert (done.stdout, done.stderr.splitlines()) == ("", shown)
 
 
-def test_only_commands_print():
-    printing = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        for node in nodes_of(path)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
-    }
-    commands = {f"cli/{name}.py" for name in ("run", "chat", "bench", "lab")}
-    assert printing <= {"nano.py", "lab/simulation.py", *commands}
-
-
 def shared_state() -> dict[str, str]:
     """Return every mutable value that a module or a class of nanoengine holds."""
     found = {}
