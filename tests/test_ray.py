@@ -70,23 +70,20 @@ def test_a_row_that_cannot_be_served_says_why_and_the_others_are_answered(predic
     def params_of(row):
         if row["key"] == 4:
             raise KeyError("no such thing")
-        return SamplingParams(temperature=0, max_tokens=12, n=1 + (row["key"] == 3))
+        others = {3: {"n": 2}, 7: {"logprobs": 0}, 8: {"prompt_logprobs": 1}}.get(row["key"], {})
+        return SamplingParams(temperature=0, max_tokens=12, **others)
 
     monkeypatch.setattr(predictor, "sampling_params", params_of)
-    rows = predictor(table(["2 3 5", "", None, "n of 2", "a b", "a " * 5000, "a b c d"])).to_pylist()
+    prompts = ["2 3 5", "", None, "n of 2", "a b", "a " * 5000, "a b c d", "a", "a"]
+    rows = predictor(table(prompts)).to_pylist()
     reasons = [None, "prompt is empty", "prompt", "n must be 1", "no such thing", "max_model_len", None]
+    reasons += ["logprobs None"] * 2
     for row, reason in zip(rows, reasons, strict=True):
         assert (row["error"] is None) == (reason is None)
         assert reason is None or reason in row["error"]
         assert (row["generated_tokens"] is None) == (row["finish_reason"] is None) == (reason is not None)
     served = [row["generated_tokens"] for row in rows if row["error"] is None]
     assert served == tokens_of(predictor.llm, ["2 3 5", "a b c d"])
-
-
-def test_logprobs_are_refused(predictor, monkeypatch):
-    for unserved in {"logprobs": 0}, {"prompt_logprobs": 1}:
-        monkeypatch.setattr(predictor, "sampling_params", SamplingParams(**unserved))
-        assert "logprobs None" in predictor(table(["a"])).to_pylist()[0]["error"]
 
 
 def test_prompts_may_be_token_ids_or_conversations_and_parameters_a_row_s_own(predictor, monkeypatch):
