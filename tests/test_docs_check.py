@@ -123,9 +123,8 @@ def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_sol
 @pytest.mark.parametrize(
     ("lesson", "right", "wrong"),
     [
-        pytest.param(*case, id=f"{lesson} {what}", marks=() if FIRST.get(lesson) == what else SLOW)
+        pytest.param(lesson, *code, id=f"{lesson} {what}", marks=() if FIRST.get(lesson) == what else SLOW)
         for lesson, what, *code in MISTAKES
-        for case in [(lesson, *code)]
     ],
 )
 def test_a_mistake_is_caught(lesson, right, wrong):

@@ -10,16 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.sampling_params import SamplingParams
@@ -141,4 +134,4 @@ AT_LENGTH = settings(BRIEFLY, max_examples=300, derandomize=True, database=None)
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [CoreMachine, ExtendedMachine])
 def test_thousands_of_scheduling_steps_keep_the_laws(machine):
-    run_state_machine_as_test(machine, settings=AT_LENGTH)
+    stateful.run_state_machine_as_test(machine, settings=AT_LENGTH)
