@@ -17,7 +17,7 @@ from contextlib import closing
 
 import torch
 
-from nanoengine import LLM, AsyncLLM, SamplingParams
+from nanoengine import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from tests.laws import check_laws
 
 CORES = os.sched_getaffinity(0)
@@ -60,8 +60,9 @@ def unchanged(token_ids, logits):
     return logits + 0.0
 
 
-def params():
-    return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logits_processors=[unchanged])
+def params(**fields):
+    settings = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "logits_processors": [unchanged]}
+    return SamplingParams(**settings, **fields)
 
 
 # ---- ways to use an engine: each returns the tokens of each prompt -------------------------------
@@ -81,6 +82,43 @@ def stream(llm):
 
 def chat(llm):
     return [out.outputs[0].token_ids for out in llm.chat([CHAT, CHAT], params(), use_tqdm=False)]
+
+
+def steps(llm):
+    """Go on after a timeout: no output may be lost."""
+    delta, outputs, is_added = params(output_kind=RequestOutputKind.DELTA), [], False
+    while True:
+        try:
+            while not is_added:
+                for i, prompt in enumerate(PROMPTS):
+                    if str(i) not in llm.llm_engine.requests:
+                        llm.add_request(str(i), prompt, delta)
+                is_added = True
+            while llm.has_unfinished_requests():
+                outputs.append(llm.step())
+            break
+        except Timeout as error:
+            note(error)
+    answers = [[] for _ in PROMPTS]
+    for out in (out for taken in outputs for out in taken):
+        answers[int(out.request_id)] += out.outputs[0].token_ids
+    return answers
+
+
+def aborted(llm):
+    """Leave requests half done, and abort them after a timeout too."""
+    ids = [str(i) for i in range(len(PROMPTS))]
+    try:
+        for i, prompt in zip(ids, PROMPTS, strict=True):
+            llm.add_request(i, prompt, params())
+        for _ in range(3):
+            llm.step()
+        return []
+    finally:
+        try:
+            llm.abort_request(ids)
+        finally:
+            llm.abort_request(ids)
 
 
 async def consume(engine, prompt, request_id):
@@ -152,7 +190,7 @@ def main(number, seed):
     sys.unraisablehook = lambda args: note(args.exc_value)
     settings = {"num_kv_blocks": 60, "max_num_seqs": 4}
     with LLM("demo", **settings) as llm, LLM("demo", async_scheduling=True, **settings) as other:
-        ways = [generate, lambda llm: generate(llm, use_tqdm=False), stream, chat]
+        ways = [generate, lambda llm: generate(llm, use_tqdm=False), stream, chat, steps, aborted]
         uses = [(one, way) for way in ways for one in (llm, other)]
         expected = [way(one) for one, way in uses]
         seconds = [min(duration(way, one) for _ in range(3)) for one, way in uses]
