@@ -1,11 +1,15 @@
-"""nano.py against transformers, the full engine, the laws, published bugs and doubles of what a GPU has."""
+"""nano.py against transformers, the full engine, and doubles of what a GPU has.
 
+Its scheduler, block manager, graphs and sampler must also pass the checks of the lessons: test_docs_check.py.
+"""
+
+import json
 import math
 import random
 import re
 import runpy
+import shutil
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +20,9 @@ import transformers
 
 import nanoengine
 from nanoengine import nano
-from nanoengine.engine import BlockKey
 from tests import doubles
 from tests.backends.test_fake_cuda import cuda_guard  # noqa: F401  a fixture
-from tests.helpers import DEMO, TINY, check_greedy, checkpoint, failing_calls, random_prompts, slow
-from tests.laws import check_laws
+from tests.helpers import DEMO, check_greedy, checkpoint, edit_config, failing_calls, random_prompts, slow
 
 SOURCE = Path(nano.__file__)
 ROOT = SOURCE.parent.parent
@@ -96,25 +98,18 @@ def test_the_bundled_model_answers_like_transformers_and_the_full_engine():
     told = [answer["token_ids"] for answer in found]
     check_greedy(model, [tokenizer.encode(text) for text in texts], 60, told)
     params = nanoengine.SamplingParams(temperature=0, max_tokens=60)
-    with nanoengine.LLM(DEMO, num_kv_blocks=64, enforce_eager=True) as llm:
+    with nanoengine.LLM(DEMO, num_kv_blocks=64) as llm:
         outputs = [output.outputs[0] for output in llm.generate(texts, params, use_tqdm=False)]
     assert found == [{"text": output.text, "token_ids": output.token_ids} for output in outputs]
 
 
-@pytest.mark.slow
-def test_a_real_llama_answers_like_transformers(tmp_path):
-    from tests.test_real_model import MODEL, PROMPTS
-
-    if not MODEL.is_file():
-        pytest.skip(f"needs {MODEL}: python tests/fetch_model.py")
-    settings = {"gguf_file": MODEL.name, "dtype": torch.float32}
-    settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL.parent, **settings).eval()
-    model.save_pretrained(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL.parent, gguf_file=MODEL.name)
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:8]]
-    llm = load(tmp_path, kvcache_block_size=16)
-    check_greedy(model, prompts, 24, answers(llm, prompts, max_tokens=24))
+@pytest.mark.parametrize(
+    "hash_function", [lambda content, seed: 7, lambda content, seed: content[0] + seed % 2]
+)
+def test_a_collision_of_hashes_changes_no_token(hash_function, qwen3, monkeypatch):
+    expected = answers(load(qwen3))
+    monkeypatch.setattr(nano, "xxh3_64_intdigest", hash_function)
+    assert answers(load(qwen3, num_kvcache_blocks=12)) == expected
 
 
 # ---- Stopping, refusals and loading --------------------------------------------------------------
@@ -135,48 +130,34 @@ def test_an_answer_ends_at_max_tokens_at_a_stop_token_at_max_model_len_or_when_i
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ({"eos_token_id": [7, 9]}, 5, {7, 9}),
-        ({"eos_token_id": 7}, 5, {7}),
-        ({}, 5, {5}),
+        ([7, 9], 5, {7, 9}),
+        (7, 5, {7}),
         (None, 5, {5}),
-        (None, [5, 6], {5, 6}),
-        (None, None, {None}),
+        ("no file", [5, 6], {5, 6}),
+        ("no file", None, {None}),
     ],
 )
-def test_stop_tokens_come_from_the_generation_config_or_the_config(generation, config, expected, tmp_path):
-    transformers.Qwen3Config(**{**TINY, "eos_token_id": config, "head_dim": 8}).save_pretrained(tmp_path)
-    settings = transformers.AutoConfig.from_pretrained(tmp_path)
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").unlink(missing_ok=True)
-    if generation is not None:
-        transformers.GenerationConfig(**generation).save_pretrained(tmp_path)
-    assert load(tmp_path).stop_ids == expected
+def test_stop_tokens_come_from_the_generation_config_or_the_config(
+    generation, config, expected, qwen3, tmp_path
+):
+    path = shutil.copytree(qwen3, tmp_path / "model")
+    edit_config(path, eos_token_id=config)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    if generation == "no file":
+        (path / "generation_config.json").unlink()
+    assert load(path).stop_ids == expected
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([[1], []], r"needs 1 to 20 token ids in \[0, 128\), not 0: \[\]"),
-        ([[1], [1] * 21], "not 21: "),
-        ([[1], [1, 128]], r"not 2: \[1, 128\]"),
-        ([[1], [-1, 5]], "not 2: "),
-        ([[1], [1, 1.5]], r"not 2: \[1, 1.5\]"),
-        ([[1], [1, "3"]], "not 2: "),
-        ([[1], [None]], "not 1: "),
-        ([[1], [[1]]], "not 1: "),
-        ([[1], [True]], "not 1: "),
-        ([[1], [2**70]], "not 1: "),
-        ([1, 2], "not 1: 1"),
-        ([[1], b"text"], "not 1: "),
-        ([[1], "text"], "no tokenizer"),
-    ],
-)
-def test_a_prompt_that_cannot_be_answered_is_refused_before_any_runs(prompts, message, qwen3):
+def test_a_prompt_that_cannot_be_answered_is_refused_before_any_runs(qwen3):
     llm = load(qwen3, num_kvcache_blocks=5)
-    with pytest.raises(ValueError, match=message):
-        answers(llm, prompts)
-    assert not llm.scheduler.waiting
+    kinds = [1, 1.5], [1, "3"], [None], [[1]], [True], [2**70], 1, b"text"
+    for wrong in [], [1] * 21, [1, 128], [-1, 5], *kinds:
+        message = f"needs 1 to 20 token ids in [0, 128), not {np.size(wrong)}: {str(wrong)[:60]}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            answers(llm, [[1], wrong])
+        assert not llm.scheduler.waiting
+    with pytest.raises(ValueError, match="no tokenizer"):
+        answers(llm, [[1], "text"])
     with pytest.raises(ValueError, match="2 prompts need as many SamplingParams"):
         llm.generate([[1], [2]], [nano.SamplingParams()], use_tqdm=False)
 
@@ -236,305 +217,12 @@ def test_after_an_interruption_no_request_is_left_and_no_block_of_its_step_is_hi
     assert answers(llm) == answers(load(qwen3))
 
 
-# ---- Sampling ------------------------------------------------------------------------------------
-
-
-def settings_of(*rows):
-    """Return the arrays that `sample` takes, of (temperature, top_k, top_p, u)."""
-    return torch.tensor(rows, dtype=torch.float64).numpy().T
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ((1.0, 0, 1.0), [0.1, 0.5, 0.15, 0.25]),
-        ((0.5, 0, 1.0), [0.029, 0.725, 0.065, 0.181]),
-        ((1.0, 2, 1.0), [0, 0.667, 0, 0.333]),
-        ((1.0, 9, 0.75), [0, 0.667, 0, 0.333]),
-        ((1.0, 3, 0.8), [0, 0.667, 0, 0.333]),
-        ((1.0, 0, 0.1), [0, 1, 0, 0]),
-        ((1e-5, 0, 1.0), [0, 1, 0, 0]),
-        ((1e-50, 0, 1.0), [0, 1, 0, 0]),
-        ((0.0, 0, 1.0), [0, 1, 0, 0]),
-    ],
-)
-def test_samples_are_distributed_as_temperature_top_k_and_top_p_say(settings, expected):
-    count = 4000
-    u = [(i + 0.5) / count for i in range(count - 2)] + [0.0, 1 - 2**-53]
-    logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log().repeat(count, 1)
-    tokens = nano.sample(logits, *settings_of(*((*settings, number) for number in u)))
-    shares = tokens.bincount(minlength=4) / count
-    assert shares.tolist() == pytest.approx(expected, abs=0.002)
-    assert not any(share and not wanted for share, wanted in zip(shares.tolist(), expected, strict=True))
-
-
-def test_a_row_is_sampled_the_same_alone_and_between_others():
-    logits = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
-    settings = settings_of((1.0, 0, 1.0, 0.3), (1.5, 40, 0.9, 0.7), (0.0, 0, 1.0, 0.1))
-    together = nano.sample(logits, *settings)
-    for i in range(3):
-        assert nano.sample(logits[i : i + 1], *settings[:, i : i + 1]) == together[i]
-
-
-def test_random_numbers_are_uniform_and_those_of_neighbours_are_unrelated():
-    rows = torch.tensor(
-        [[nano.uniform(seed, i) for i in range(200)] for seed in range(50)], dtype=torch.float64
-    )
-    assert float(rows.min()) >= 0
-    assert float(rows.max()) < 1
-    assert rows.unique().numel() == rows.numel()
-    counts = torch.histc(rows, 10, 0, 1)
-    assert float((counts - 1000).abs().max()) < 100
-    for one, other in (rows[:, 1:], rows[:, :-1]), (rows[1:], rows[:-1]), (rows[1:, :-1], rows[:-1, 1:]):
-        assert abs(float(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1])) < 0.05
-    assert nano.uniform(2**64 - 1, 2**40) != nano.uniform(2**64 - 1, 2**40 + 1)
-
-
 def test_without_a_seed_answers_differ_and_any_integer_is_a_seed(qwen3):
     llm = load(qwen3)
     assert len(set(map(tuple, answers(llm, [[1, 2, 3]] * 8, temperature=1.0)))) == 8
     for seed in -1, 2**64, 10**30, np.int64(-5):
         once, again = (answers(llm, [[1]], temperature=1.0, seed=seed) for _ in range(2))
         assert once == again
-
-
-# ---- The laws, and a ledger of every slot --------------------------------------------------------
-
-
-def as_engine(scheduler, seqs):
-    """Return nano.py's scheduler in the form that check_laws reads, with sequences in order of arrival."""
-    manager = scheduler.block_manager
-    blocks = [
-        SimpleNamespace(block_id=b.block_id, ref_count=b.ref_count, prefix=None) for b in manager.blocks
-    ]
-    for block, old in zip(blocks, manager.blocks, strict=True):
-        if old.key is not None:
-            block.prefix = SimpleNamespace(key=BlockKey(*old.key), parent=old.parent_id, blocks={})
-            block.prefix.blocks[block.block_id] = block
-    found = [blocks[block.block_id] for block in manager.registered_blocks.values()]
-    assert [block.prefix.key.hash for block in found] == list(manager.registered_blocks)
-    free = [*manager.empty_blocks, *manager.evictable_blocks.values()]
-
-    def queue(old):
-        names = "block_table num_computed_tokens num_hit_tokens num_registered_blocks is_finished"
-        return [
-            SimpleNamespace(
-                capacity=len(seq.block_table) * manager.block_size,
-                order=seqs.index(seq),
-                prefix=seq.prefix_id or None,
-                **{name: getattr(seq, name) for name in names.split()},
-            )
-            for seq in old
-        ]
-
-    return SimpleNamespace(
-        waiting=queue(scheduler.waiting),
-        running=queue(scheduler.running),
-        max_num_seqs=scheduler.max_num_seqs,
-        block_manager=SimpleNamespace(
-            blocks=blocks,
-            block_size=manager.block_size,
-            free_blocks={block.block_id: blocks[block.block_id] for block in free},
-            prefixes={(block.prefix.key, block.prefix.parent): block.prefix for block in found},
-        ),
-    )
-
-
-def next_token(module, seed, known):
-    """Return a sampled token as a function of the tokens before it, and of what uniform says."""
-    return int(module.uniform(seed, len(known)) * 3) + sum(known) % 2
-
-
-def walk(module, seed, num_steps=80):
-    """Serve random requests without a model, and check the laws, each slot that is read, and the answers."""
-    rng = random.Random(seed)
-    num_blocks, block_size = rng.choice([5, 8, 40]), rng.choice([1, 2, 4])
-    manager = module.BlockManager(num_blocks, block_size, enable_prefix_caching=rng.random() < 0.8)
-    budget, max_num_seqs = rng.choice([1, 3, 7, 100]), rng.choice([1, 3, 8])
-    model_len = rng.choice([12, 1 << 30])
-    scheduler = module.Scheduler(manager, max_num_seqs, budget, model_len)
-    longest = min(14, scheduler.max_num_tokens - 1)
-    seqs, slots = [], {}
-    for step in range(num_steps):
-        for _ in range(rng.choice([0, 0, 1, 3]) if step < num_steps // 2 else 0):
-            start = rng.choice(seqs).token_ids if seqs and rng.random() < 0.6 else []
-            prompt = [*start, *rng.choices([1, 2], k=rng.randint(1, longest))][:longest]
-            params = module.SamplingParams(max_tokens=rng.randint(1, 9))
-            stop_ids = frozenset(rng.choice([[], [4]]))
-            seqs.append(module.Sequence(prompt, params, len(prompt), rng.randrange(5), stop_ids))
-            scheduler.add(seqs[-1])
-        running = list(scheduler.running)
-        num_preemptions = scheduler.num_preemptions
-        chunks = scheduler.schedule()
-        check_laws(as_engine(scheduler, seqs))
-        if not scheduler.running and not scheduler.waiting:
-            continue
-        assert chunks, "sequences are left, and nothing is scheduled"
-        assert sum(chunk.end - chunk.start for chunk in chunks) <= budget
-        ran = [chunk.seq for chunk in chunks]
-        assert len(set(map(id, ran))) == len(ran)
-        if num_preemptions == scheduler.num_preemptions and budget >= len(running):
-            assert ran[: len(running)] == running, "running sequences come first"
-        inputs = module.build_inputs(chunks, block_size)
-        assert inputs.input_ids.tolist() == [
-            t for seq, start, end, _ in chunks for t in seq.token_ids[start:end]
-        ]
-        row = 0
-        for seq, start, end, _ in chunks:
-            assert start < end <= len(seq.token_ids)
-            for position in range(start, end):
-                slot = int(inputs.slot_mapping[row])
-                assert int(inputs.positions[row]) == position
-                if position < seq.num_hit_tokens:
-                    assert slot < block_size, "a hit is written again"
-                else:
-                    assert slot >= block_size, "K and V are lost in the null block"
-                    slots[slot] = seq.token_ids[: position + 1]
-                row += 1
-        for i, (seq, _, end, samples) in enumerate(chunks):
-            assert samples == (end == len(seq.token_ids))
-            for position in range(end):
-                block = int(inputs.block_tables[i, position // block_size])
-                slot = block * block_size + position % block_size
-                assert slots.get(slot) == seq.token_ids[: position + 1], "K and V of other tokens, or of none"
-        tokens = [next_token(module, seq.seed, seq.token_ids) for seq, _, _, samples in chunks if samples]
-        finished = scheduler.update(chunks, tokens)
-        assert all(seq.is_finished for seq in finished)
-        check_laws(as_engine(scheduler, seqs))
-    while scheduler.waiting or scheduler.running:
-        chunks = scheduler.schedule()
-        tokens = [next_token(module, c.seq.seed, c.seq.token_ids) for c in chunks if c.samples]
-        scheduler.update(chunks, tokens)
-    assert manager.num_free_blocks == num_blocks
-    for seq in seqs:
-        known = seq.token_ids[: seq.num_prompt_tokens]
-        limit = min(seq.num_prompt_tokens + seq.params.max_tokens, model_len, num_blocks * block_size + 1)
-        while len(known) < limit:
-            known.append(next_token(module, seq.seed, known))
-            if known[-1] in seq.stop_ids:
-                break
-        assert seq.token_ids == known
-        assert seq.is_finished
-
-
-@pytest.mark.parametrize("seed", range(50, 66))
-def test_the_laws_hold_after_every_step_and_every_slot_that_is_read_holds_the_right_token(seed):
-    walk(nano, seed)
-
-
-@pytest.mark.slow
-def test_the_laws_hold_in_longer_walks():
-    for seed in range(40):  # each bug below fails within seven
-        walk(nano, seed, 400)
-
-
-def colliding(module, monkeypatch, hash_function=lambda content, seed: 7):
-    """Let the prefix cache hash with another function, and keep the random numbers."""
-    digest = module.xxh3_64_intdigest
-    monkeypatch.setattr(module, "uniform", lambda seed, at: digest(at.to_bytes(8, "little"), seed) / 2**64)
-    monkeypatch.setattr(module, "xxh3_64_intdigest", hash_function)
-
-
-@pytest.mark.parametrize(
-    "hash_function", [lambda content, seed: 7, lambda content, seed: content[0] + seed % 2]
-)
-def test_a_collision_of_hashes_changes_no_token(hash_function, qwen3, monkeypatch):
-    expected = answers(load(qwen3))
-    colliding(nano, monkeypatch, hash_function)
-    assert answers(load(qwen3, num_kvcache_blocks=12)) == expected
-    for seed in range(5):
-        walk(nano, seed)
-
-
-# ---- The published bugs of docs/bugs.md ----------------------------------------------------------
-
-BUGS = {
-    "1. a length that was computed before the hit": [
-        (
-            "            if not self.block_manager.allocate(self.waiting[0]):",
-            "            num_new = len(self.waiting[0].token_ids) - self.waiting[0].num_computed_tokens\n"
-            "            if not self.block_manager.allocate(self.waiting[0]):",
-        ),
-        (
-            "            chunks.append(self._schedule_chunk(self.running[-1], budget))",
-            "            chunk = self._schedule_chunk(self.running[-1], budget)\n"
-            "            chunks.append(chunk._replace(end=chunk.start + min(num_new, budget)))",
-        ),
-    ],
-    "2. a prompt that is in the cache to its last token": [
-        ("= min(seq.num_hit_tokens, len(seq.token_ids) - 1)", "= seq.num_hit_tokens")
-    ],
-    "3. blocks that a refused allocation keeps": [
-        (
-            "        if num_new + num_revived > self.num_free_blocks:\n            return False\n"
-            "        for block in hits:",
-            "        for block in hits:",
-        ),
-        (
-            "        seq.block_table = [b.block_id for b in hits]",
-            "        if num_new > self.num_free_blocks:\n            return False\n"
-            "        seq.block_table = [b.block_id for b in hits]",
-        ),
-    ],
-    "4. blocks that are counted twice": [("if num_new + num_revived >", "if num_new >")],
-    "5. twins, and a map with one entry per hash": [
-        ("if (twin := self._find(key, seq.prefix_id)) is None:", "twin = None\n            if True:"),
-        ("if key[0] not in self.registered_blocks:", "if True:"),
-    ],
-    "6. a hash that is not verified": [("and block.key == key and", "and")],
-    "7. a comparison of tokens but not of the prefix": [("and block.parent_id == parent_id", "")],
-    "8. a limit on this step instead of all sequences": [
-        ("        may_admit =", "        num_running = len(self.running)\n        may_admit ="),
-        ("len(self.running) < self.max_num_seqs:", "len(self.running) - num_running < self.max_num_seqs:"),
-    ],
-    "9. new prompts first": [
-        (
-            "while len(chunks) < len(self.running) and",
-            "while not self.waiting and len(chunks) < len(self.running) and",
-        )
-    ],
-    "10. a sequence that outgrows the pool": [
-        ("min(max_model_len, block_manager.num_blocks * block_manager.block_size + 1)", "max_model_len")
-    ],
-    "18. blocks that are found before they are computed": [
-        ("num_full_blocks = seq.num_computed_tokens //", "num_full_blocks = len(seq.token_ids) //")
-    ],
-    "19. a seed that depends on the neighbours": [("uniform(seed, end))", "uniform(sampling[0][1], end))")],
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_published_bug_is_caught(bug, qwen3, monkeypatch):
-    assert f"\n## {bug.partition('.')[0]}." in (ROOT / "docs" / "bugs.md").read_text()
-    module = patched(*BUGS[bug])
-    if bug.startswith("19"):
-        llm, params = module.LLM(qwen3, num_kvcache_blocks=20), module.SamplingParams(seed=1)
-        others = [module.SamplingParams(seed=2), params]
-        alone = llm.generate([[5]], params, use_tqdm=False)[0]
-        assert llm.generate([[5], [5]], others, use_tqdm=False)[1] != alone
-        return
-    if bug.startswith(("6", "7")):
-        colliding(module, monkeypatch)
-    with pytest.raises((AssertionError, LookupError, ValueError)):
-        walks(module)
-
-
-def walks(module):
-    for seed in (56, *range(60)):  # 56 preempts a prompt between two of its chunks
-        walk(module, seed)
-
-
-def patched(*changes):
-    """Return nano.py as a module, with lines replaced."""
-    text = SOURCE.read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, f"{text.count(old)} places match {old!r}"
-        text = text.replace(old, new)
-    module = types.ModuleType("patched")
-    module.__dict__["__file__"] = str(SOURCE)
-    sys.modules["patched"] = module  # dataclasses look there
-    exec(compile(text, str(SOURCE), "exec"), module.__dict__)
-    return module
 
 
 # ---- The GPU's path ------------------------------------------------------------------------------
@@ -587,16 +275,6 @@ def test_flash_attn_and_graphs_compute_the_same_tokens(settings, enforce_eager, 
     assert found == answers(load(qwen3), prompts)
 
 
-def test_more_decodes_than_the_largest_graph_run_without_one(flash, qwen3, monkeypatch):
-    llm = load(qwen3, kvcache_block_size=256, max_num_seqs=20)
-    assert llm.model_runner.graphs.pop(20) is not None  # as if max_num_seqs were above 512
-    prompts = random_prompts([3] * 20)
-    found = answers(llm, prompts)
-    assert flash["replay"] == 0
-    monkeypatch.undo()
-    assert found == answers(load(qwen3), prompts)
-
-
 def test_nothing_in_a_step_waits_for_the_gpu_but_the_reading_of_tokens(flash, qwen3, monkeypatch, request):
     fake = pytest.importorskip("tests.backends.test_fake_cuda", reason="PyTorch 2.9")
     request.getfixturevalue("cuda_guard")
@@ -629,24 +307,6 @@ def test_nothing_in_a_step_waits_for_the_gpu_but_the_reading_of_tokens(flash, qw
     assert {tokens.device for tokens in read} == {device}
 
 
-def test_padding_of_a_graph_reads_and_writes_only_the_null_block(qwen3):
-    seqs = [
-        nano.Sequence([1] * n, nano.SamplingParams(), n, block_table=[3, 5][: n // 4 + 1]) for n in (3, 6)
-    ]
-    inputs = nano.build_inputs(
-        [nano.Chunk(s, s.num_prompt_tokens - 1, s.num_prompt_tokens, True) for s in seqs], 4
-    )
-    null = nano.Sequence([0], nano.SamplingParams(), 1, block_table=[0, 0, 0])
-    padded = nano.pad_decodes(inputs, nano.build_inputs([nano.Chunk(null, 0, 1, True)] * 4, 4))
-    assert padded.input_ids.tolist() == [1, 1, 0, 0]
-    assert padded.slot_mapping.tolist() == [14, 21, 0, 0]
-    assert padded.seq_lens.tolist() == [3, 6, 1, 1]
-    assert padded.block_tables.tolist() == [[3, 0, 0], [3, 5, 0], [0, 0, 0], [0, 0, 0]]
-    assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
-    assert padded.query_lens == [1] * 4
-    assert all(array.dtype == "int32" for array in padded[:7])
-
-
 def test_the_cache_takes_the_share_of_a_gpu_that_weights_and_the_largest_step_leave(qwen3, monkeypatch):
     runner, steps = load(qwen3).model_runner, []
     assert runner.count_blocks(0.9, 8, 64) == (1 << 30) // (2 * 2 * 4 * 2 * 32 * 4) - 1
@@ -669,43 +329,24 @@ def test_the_cache_takes_the_share_of_a_gpu_that_weights_and_the_largest_step_le
 
 # ---- nano-vllm's scripts, and the command --------------------------------------------------------
 
-EXAMPLE = """
+SCRIPT = """
 import os
-from {module} import LLM, SamplingParams
+from nanoengine.nano import LLM, SamplingParams
 from transformers import AutoTokenizer
 
 path = os.path.expanduser("~/huggingface/Qwen3-0.6B/")
 tokenizer = AutoTokenizer.from_pretrained(path)
-llm = LLM(path, enforce_eager=True, tensor_parallel_size=1)
+llm = LLM(path, enforce_eager=True, tensor_parallel_size=1, max_model_len=4096)
 questions = ["introduce yourself", "list all prime numbers within 100"]
 prompts = [
     tokenizer.apply_chat_template(
-        [{{"role": "user", "content": question}}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
     )
     for question in questions
 ]
 for prompt, output in zip(prompts, llm.generate(prompts, SamplingParams(temperature=0.6, max_tokens=60))):
     print("Prompt:", repr(prompt))
     print("Completion:", repr(output["text"]))
-"""
-BENCH = """
-import os
-import time
-from random import randint, seed
-from {module} import LLM, SamplingParams
-
-seed(0)
-llm = LLM(os.path.expanduser("~/huggingface/Qwen3-0.6B/"), enforce_eager=False, max_model_len=4096)
-prompts = [[randint(0, {last_id}) for _ in range(randint(10, {longest}))] for _ in range({num_seqs})]
-params = [
-    SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=randint(10, {longest}))
-    for _ in range({num_seqs})
-]
-llm.generate(["Benchmark: "], SamplingParams())
-start = time.time()
-llm.generate(prompts, params, use_tqdm=False)
-seconds, total = time.time() - start, sum(one.max_tokens for one in params)
-print(f"Total: {{total}}tok, Time: {{seconds:.2f}}s, Throughput: {{total / seconds:.2f}}tok/s")
 """
 
 
@@ -715,18 +356,13 @@ def sparse(monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda shape, **_: torch.from_numpy(np.zeros(shape, np.float32)))
 
 
-@pytest.mark.parametrize("script", [EXAMPLE, BENCH], ids=["example", "bench"])
-def test_a_script_for_nano_vllm_runs_with_another_import(script, tmp_path, monkeypatch, capsys, sparse):
+def test_a_script_for_nano_vllm_runs_with_another_import(tmp_path, monkeypatch, capsys, sparse):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface" / "Qwen3-0.6B").symlink_to(DEMO)
-    text = script.format(module="nanoengine.nano", last_id=500, longest=40, num_seqs=8)
-    exec(compile(text, "script.py", "exec"), {"__name__": "__main__"})
+    exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
-    if script is EXAMPLE:
-        assert printed.count("Prompt: '<|im_start|>user") == printed.count("Completion: ") == 2
-    else:
-        assert re.fullmatch(r"Total: \d+tok, Time: [\d.]+s, Throughput: [\d.]+tok/s\n", printed)
+    assert printed.count("Prompt: '<|im_start|>user") == printed.count("Completion: ") == 2
 
 
 def run(monkeypatch, *arguments):
@@ -745,11 +381,10 @@ def test_the_command_says_that_a_checkpoint_has_no_tokenizer(monkeypatch, qwen3,
         run(monkeypatch, "Hi", "--model", qwen3)
 
 
-def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(monkeypatch, capsys, tmp_path, sparse):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 4, "hidden_size": 32})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    run(monkeypatch, "--bench", "--model", tmp_path)
+def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(qwen3, monkeypatch, capsys, tmp_path, sparse):
+    path = shutil.copytree(qwen3, tmp_path / "model")
+    edit_config(path, max_position_embeddings=4)
+    run(monkeypatch, "--bench", "--model", path)
     clipped, result = capsys.readouterr().out.splitlines()
     assert clipped == "clipped to the model: prompts and answers have at most 2 tokens, ids up to 127"
     assert re.fullmatch(r"512 output tokens in [\d.]+ s: \d+ tokens/s", result)
@@ -773,10 +408,8 @@ def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(monkeypatch, 
 # ---- The file ------------------------------------------------------------------------------------
 
 
-def test_the_file_has_at_most_750_lines_and_imports_nothing_of_ours():
-    text = SOURCE.read_text()
-    assert len(text.splitlines()) <= 750
-    imported = re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE)
+def test_the_file_imports_nothing_of_ours():
+    imported = re.findall(r"^ *(?:import|from) (\w+)", SOURCE.read_text(), re.MULTILINE)
     others = "torch numpy xxhash safetensors transformers tqdm huggingface_hub flash_attn"
     assert set(imported) <= {*others.split()} | set(sys.stdlib_module_names)
 
@@ -788,9 +421,6 @@ def test_a_copy_of_the_file_without_the_bundled_model_asks_for_one(tmp_path, mon
     with pytest.raises(SystemExit):
         runpy.run_path(str(copy), run_name="__main__")
     assert "--model" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["copied.py", "Who are you?", "--model", str(DEMO)])
-    runpy.run_path(str(copy), run_name="__main__")
-    assert "I am a tiny model" in capsys.readouterr().out
 
 
 def test_the_guide_shows_a_step_as_the_file_does():
