@@ -381,7 +381,9 @@ def test_the_command_says_that_a_checkpoint_has_no_tokenizer(monkeypatch, qwen3,
         run(monkeypatch, "Hi", "--model", qwen3)
 
 
-def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(qwen3, monkeypatch, capsys, tmp_path, sparse):
+def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(
+    qwen3, monkeypatch, capsys, tmp_path, sparse
+):
     path = shutil.copytree(qwen3, tmp_path / "model")
     edit_config(path, max_position_embeddings=4)
     run(monkeypatch, "--bench", "--model", path)
