@@ -178,8 +178,8 @@ def keep_top(values: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32
         ranks = torch.arange(values.shape[1], device=values.device)
         values.masked_fill_((ranks >= limits) & (limits > 0), -math.inf)
     if (top_p < 1).any():
-        probs = values.softmax(-1)
-        beyond = probs.cumsum(-1).sub_(probs) >= upload(top_p, values.device).unsqueeze(1)
+        limits, probs = upload(top_p, values.device).unsqueeze(1), values.softmax(-1)
+        beyond = (probs.cumsum(-1).sub_(probs) >= limits) & (limits < 1)  # rounded, the sum may reach 1 early
         del probs
         beyond[:, :1].fill_(False)  # the most probable stays, even if top_p is 0 in float32
         values.masked_fill_(beyond, -math.inf)

@@ -165,6 +165,15 @@ def test_top_p_keeps_no_token_beyond_the_one_that_reaches_it_exactly():
     assert set(counts(2000, logits=logits, top_p=0.5)) == {0}
 
 
+def test_a_row_with_top_k_alone_keeps_unlikely_tokens_beside_a_row_with_top_p():
+    rows = [row(SamplingParams(top_k=1000)), row(SamplingParams(top_k=1000, top_p=0.9))]
+    for seed in range(10):  # the sum of some rows' probabilities is rounded to 1 before the last token
+        logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(seed)) * 3
+        scaled = (logits - logits.max()).repeat(2, 1)
+        filter_logits(scaled, metadata_of(rows))
+        assert scaled[0].isfinite().all()
+
+
 def test_equal_logits_share_their_rank():
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
     params = SamplingParams(temperature=0, logprobs=0, allowed_token_ids=[2])
