@@ -293,7 +293,7 @@ def test_the_engine_without_a_trick_gives_the_same_tokens():
     program = f"""
 import os
 from benchmarks.ablation import settings_of
-from nanoengine import LLM
+from nanoengine import LLM, SamplingParams
 for trick in ["", *{CPU_TRICKS}]:
     if os.fork():
         assert os.wait()[1] == 0, trick
