@@ -3,10 +3,6 @@
 
 #pragma once
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "attention.h"
 
 // Rows of queries in a tile, whose sums fit in the registers.

@@ -13,6 +13,9 @@
 #include <utility>
 #include <vector>
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -577,9 +580,9 @@ struct Form {
   }
 };
 
-// Calls compute(block) for each block of outputs, in a parallel region. With TURNS_FROM rows or more, threads take runs of
-// blocks, shorter and shorter, so that a thread on a busy core gets fewer blocks, and the next block, which is prefetched,
-// is mostly its own. With fewer rows, memory is the bottleneck, and each thread gets the same number of blocks.
+// Calls compute(block) for each block of outputs, in a parallel region. With TURNS_FROM rows or more, threads take some
+// blocks at a time, so that a thread on a busy core gets fewer blocks, and the next block, which is prefetched, is mostly
+// its own. With fewer rows, memory is the bottleneck, and each thread gets the same number of blocks.
 constexpr int64_t TURNS_FROM = 64;
 template <class Compute>
 static void for_blocks(int64_t T, int64_t num_blocks, Compute compute) {
@@ -587,7 +590,7 @@ static void for_blocks(int64_t T, int64_t num_blocks, Compute compute) {
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < num_blocks; block++) compute(block);
   } else {
-#pragma omp for schedule(guided)
+#pragma omp for schedule(dynamic, std::max<int64_t>(1, num_blocks / (4 * omp_get_num_threads())))
     for (int64_t block = 0; block < num_blocks; block++) compute(block);
   }
 }
