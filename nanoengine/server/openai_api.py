@@ -41,7 +41,7 @@ def to_json(content: Any) -> bytes:
     try:
         return pydantic_core.to_json(content, inf_nan_mode="null")  # a fifth of json's time, for each token
     except ValueError:
-        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode(errors="backslashreplace")
 
 

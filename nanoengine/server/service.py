@@ -66,12 +66,16 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. `Gate` cancels this call when the client disconnects."""
-        send_chunk = scope.get("state", {}).get("send_chunk") if scope.get("http_version") == "1.1" else None
+
+        async def send_body(content: bytes) -> None:
+            await send({"type": "http.response.body", "body": content, "more_body": True})
+
+        has_chunks = scope.get("http_version") == "1.1"
+        send_chunk = scope.get("state", {}).get("send_chunk", send_body) if has_chunks else send_body
 
         async def send_part(content: bytes) -> None:
             self.last_sent = time.monotonic()
-            part = {"type": "http.response.body", "body": content, "more_body": True}
-            await (send_chunk(content) if send_chunk else send(part))
+            await send_chunk(content)
 
         async def keep_alive() -> None:
             while True:

@@ -282,7 +282,7 @@ def test_auto_is_float32_with_kernels_if_the_compiler_does_not_support_the_dtype
 def test_kernels_are_compiled_once_and_again_if_they_are_corrupt_or_flags_change(
     content, quick_compiler, monkeypatch
 ):
-    """Of a library that is cut short pages are missing: loading it was a SIGBUS."""
+    """A library that is cut short has lost pages, and loading it raised SIGBUS."""
     assert Kernels().was_compiled
     path = cached_library(quick_compiler)
     good = path.read_bytes()
