@@ -309,16 +309,13 @@ static void plan(std::vector<Task>& tasks, std::vector<Member>& members, std::ve
                  const int32_t* block_tables, const int32_t* seq_lens, int64_t S, int64_t blocks, int64_t B,
                  int64_t window, int64_t most) {
   auto start_of = [&](int64_t s) { return window ? std::max<int64_t>(0, seq_lens[s] - window) : 0; };
-  int64_t longest = 0, threads = 1, num_results = 0;
+  int64_t longest = 0, threads = omp_get_max_threads(), num_results = 0;
   for (int64_t s = 0; s < S; s++) {
     longest = std::max<int64_t>(longest, seq_lens[s]);
     first_result.push_back(num_results);
     num_results += (seq_lens[s] + SPAN - 1) / SPAN - start_of(s) / SPAN;
   }
   first_result.push_back(num_results);
-#ifdef _OPENMP
-  threads = omp_get_max_threads();
-#endif
   most = std::clamp<int64_t>(num_results / (2 * threads), 1, most);  // there is work for all threads
   for (int64_t begin = 0; begin < longest; begin += SPAN) {
     size_t from = members.size();

@@ -15,6 +15,8 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#else
+static int omp_get_max_threads() { return 1; }
 #endif
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -590,7 +592,7 @@ static void for_blocks(int64_t T, int64_t num_blocks, Compute compute) {
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < num_blocks; block++) compute(block);
   } else {
-#pragma omp for schedule(dynamic, std::max<int64_t>(1, num_blocks / (4 * omp_get_num_threads())))
+#pragma omp for schedule(dynamic, std::max<int64_t>(1, num_blocks / (4 * omp_get_max_threads())))
     for (int64_t block = 0; block < num_blocks; block++) compute(block);
   }
 }
