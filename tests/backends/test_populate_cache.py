@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import weakref
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,17 +71,45 @@ def test_blocks_are_populated_ahead_of_the_highest_one_in_use_and_not_further(ad
 
 
 def test_a_thread_of_lowest_priority_populates_a_part_of_the_available_memory(forward, monkeypatch):
-    seen = []
+    madvise, seen = ctypes.CDLL(None).madvise, set()
 
-    def available():
-        seen.append((os.sched_getscheduler(0), os.sched_getaffinity(0)))
-        return Available(10 * 4 * 100 * BLOCK_BYTES, "a cgroup's limit")
+    def advise(*area):
+        seen.add((os.sched_getscheduler(0), *os.sched_getaffinity(0)))
+        return madvise(*area)
 
-    monkeypatch.setattr(populate_cache, "available_memory", available)
+    available = Available(10 * 4 * 100 * BLOCK_BYTES, "a cgroup's limit")
+    monkeypatch.setattr(populate_cache, "available_memory", lambda: available)
+    monkeypatch.setattr(populate_cache.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=advise))
     forward._share = 0.1
-    check_ahead(forward, False, 101)
-    assert seen == [(os.SCHED_IDLE, os.sched_getaffinity(0))]
+    forward.look_ahead(False)
+    forward._thread.join()
+    assert seen == {(os.SCHED_IDLE, *os.sched_getaffinity(0))}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    monkeypatch.undo()
+    check_ahead(forward, False, 101)
+
+
+def test_the_thread_ends_without_its_engine_and_holds_none_of_its_tensors(monkeypatch):
+    """A thread that frees tensors while the interpreter shuts down aborts the process."""
+    is_called, may_return, areas = Event(), Event(), []
+
+    def advise(*area):
+        areas.append(area)
+        is_called.set()
+        return not may_return.wait()
+
+    monkeypatch.setattr(populate_cache.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=advise))
+    caches = new_caches([SPEC], [KVGroup([0], None)], NUM_BLOCKS - 1, 32, torch.device("cpu"))
+    forward = populate_cache.PopulatingForward(caches, AHEAD, 1.0)
+    forward.look_ahead(True)
+    is_called.wait()
+    thread, held = forward._thread, [weakref.ref(x) for x in (forward, caches[0].k, caches[0].v)]
+    del forward, caches
+    assert {one() for one in held} == {None}
+    assert thread.is_alive()
+    may_return.set()
+    thread.join()
+    assert len(areas) == 1
 
 
 def test_an_engine_populates_while_it_is_idle_and_gives_the_memory_back():

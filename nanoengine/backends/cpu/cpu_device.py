@@ -133,9 +133,8 @@ class CPU(Device):
         assert self.kernels is not None
         if (num_threads := torch.get_num_threads()) > 1:
             cpus = ", ".join(map(str, self.threads.cpus))
-            attention.notes.append(
-                f"{num_threads} threads {f'pinned to CPUs {cpus}' if cpus else 'not pinned'}"
-            )
+            pinned = f"pinned to CPUs {cpus}" if cpus else "not pinned"
+            attention.notes.append(f"{num_threads} threads {pinned}")
         if self.kernels.has_one_thread:
             attention.notes.append("kernels use one thread: the compiler does not support OpenMP")
         library = Path(self.kernels.library._name)

@@ -2,9 +2,10 @@
 
 import ctypes
 import os
+import weakref
 from contextlib import suppress
 from mmap import PAGESIZE
-from threading import Thread
+from threading import Event, Thread
 
 from torch import Tensor
 
@@ -32,9 +33,10 @@ class PopulatingForward(Forward):
         memory = {x.data_ptr(): x for cache in caches for x in (cache.k, cache.v)}  # groups share it
         self._memory = [x for x in memory.values() if x.nbytes >= LARGE_PAGE]
         self._max_blocks, self._share = max_blocks, share
-        self._highest, self._end = 0, 0  # the highest block in use; the blocks before `_end` are populated
+        self._highest, self._end = 0, 0  # highest block in use; those before `_end` are or will be populated
         self._planned_for = -max_blocks  # `_highest` when the last thread started
-        self._thread = Thread()
+        self._thread, self._closed = Thread(), Event()
+        weakref.finalize(self, self._closed.set)
 
     def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
         if self._memory:
@@ -48,32 +50,33 @@ class PopulatingForward(Forward):
         is_due = num_used >= (1 if is_idle else self._max_blocks / 2)
         if is_due and self._memory and not self._thread.is_alive():
             self._planned_for = self._highest
-            self._thread = Thread(target=self._populate, args=(self._memory,), daemon=True)
+            # The thread refers to no tensor: if it freed one during interpreter shutdown, PyTorch would abort
+            areas = [(x.data_ptr(), x[0].nbytes) for x in self._memory]
+            room = int(available_memory().num_bytes * self._share) // sum(size for _, size in areas)
+            first = max(self._end, self._highest)
+            self._end = min(self._highest + 1 + min(self._max_blocks, room), len(self._memory[0]))
+            self._thread = Thread(target=_populate, args=(areas, first, self._end, self._closed), daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """End the thread, and forget the caches."""
         self._memory = []
+        self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
 
-    def _populate(self, memory: list[Tensor]) -> None:
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
-        libc, sizes = ctypes.CDLL(None), [x[0].nbytes for x in memory]
-        room = int(available_memory().num_bytes * self._share) // sum(sizes)
-        end = min(self._highest + 1 + min(self._max_blocks, room), len(memory[0]))
-        first = max(self._end, self._highest)
-        while first < end:
-            last = min(first + max(1, LARGE_PAGE // max(sizes)), end)
-            for x, size in zip(memory, sizes, strict=True):
-                start, stop = x.data_ptr() + first * size, x.data_ptr() + last * size
-                start -= start % PAGESIZE
-                area = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
-                # Few pages at a time: no other thread can map memory meanwhile
-                failed = libc.madvise(*area, MADV_POPULATE_WRITE)
-                if failed:
-                    failed = libc.mlock(*area) or libc.munlock(*area)
-                if failed or not self._memory:  # closed
-                    return
-            self._end = first = last
+
+def _populate(areas: list[tuple[int, int]], first: int, end: int, closed: Event) -> None:
+    """Populate the blocks [first, end) of areas, each given as an address and the bytes of a block."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
+    libc, step = ctypes.CDLL(None), max(1, LARGE_PAGE // max(size for _, size in areas))
+    for block in range(first, end, step):
+        for address, size in areas:
+            start, stop = address + block * size, address + min(block + step, end) * size
+            start -= start % PAGESIZE
+            area = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+            # Few pages at a time: no other thread can map memory meanwhile
+            failed = libc.madvise(*area, MADV_POPULATE_WRITE) and (libc.mlock(*area) or libc.munlock(*area))
+            if failed or closed.is_set():
+                return
