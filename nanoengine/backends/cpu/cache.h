@@ -8,16 +8,10 @@
 
 #include "integers.h"
 
-#if TYPES & 8
-constexpr int64_t SCALE = sizeof(float);
+constexpr bool HAS_SCALES = TYPES & 8;
+constexpr int64_t SCALE = HAS_SCALES ? sizeof(float) : 0;
 template <class X>
-using Cached = int8_t;
-#else
-constexpr int64_t SCALE = 0;
-template <class X>
-using Cached = X;
-#endif
-constexpr bool HAS_SCALES = SCALE > 0;
+using Cached = std::conditional_t<HAS_SCALES, int8_t, X>;
 
 static inline int64_t row_size(int64_t K, int64_t D) { return K * (D + SCALE); }
 
@@ -32,12 +26,10 @@ static void write_token(X* row, const X* token, int64_t K, int64_t D) { memcpy(r
 template <class X>
 static void write_token(int8_t* row, const X* token, int64_t K, int64_t D) {
   static thread_local std::vector<float> kept;
-  float* wide = room_for(D, kept);
   for (int64_t head = 0; head < K; head++) {
     float scale;
     int32_t sum;
-    widen_row(wide, token + head * D, D);
-    round_floats<127>(row + head * D, scale, sum, wide, D);
+    round_floats<127>(row + head * D, scale, sum, as_inputs<float>(kept, token + head * D, D), D);
     memcpy(row + K * D + head * SCALE, &scale, SCALE);
   }
 }
