@@ -5,22 +5,11 @@
 
 #include "attention.h"
 
-// Rows of queries in a tile, whose sums fit in the registers.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int TALL = 4;
-#else
-constexpr int TALL = 2;
-#endif
-
-// Calls use(row, constant height) for tiles of `rows` rows.
-template <class Use>
-static inline void for_each_tile(int64_t rows, Use use) {
-  int64_t row = 0;
-  for (; row + TALL <= rows; row += TALL) use(row, std::integral_constant<int, TALL>());
-  if constexpr (TALL > 2)
-    if (row + 3 == rows) return use(row, std::integral_constant<int, 3>());
-  if (row + 2 == rows && TALL > 2) use(row, std::integral_constant<int, 2>());
-  else if (row < rows) use(row, std::integral_constant<int, 1>());
+// Calls use(row, constant height) for tiles of `rows` rows: of VECTORS rows, whose sums fit in the registers, then of fewer.
+template <int R = VECTORS, class Use>
+static inline void for_each_tile(int64_t rows, Use use, int64_t row = 0) {
+  for (; row + R <= rows; row += R) use(row, std::integral_constant<int, R>());
+  if constexpr (R > 1) for_each_tile<R - 1>(rows, use, row);
 }
 
 // The slots of a span's tokens [low, high), and what surrounds these tokens in their sixteens: copies of the first or last.
@@ -40,19 +29,15 @@ struct Slots {
 
   // Returns the addresses of K or V (K, D) of N tokens as R: in place, or copied, with heads `width` apart.
   template <int N, class R, class C>
-  std::array<const R*, N> read(std::vector<R>& room, const C* cache, int64_t t, int64_t K, int64_t D, int64_t width) const {
+  std::array<const R*, N> read(const C* cache, int64_t t, int64_t K, int64_t D, int64_t width) const {
+    static thread_local std::vector<R> kept;
+    const bool is_copied = !std::is_same_v<R, C> || width != D;
+    R* copy = room_for(is_copied ? N * K * width : 0, kept);
     std::array<const R*, N> tokens;
     for (int64_t j = 0; j < N; j++) {
       const C* token = cache + of[t + j] * row_size(K, D);
-      if constexpr (std::is_same_v<R, C>)
-        if (width == D) {
-          tokens[j] = token;
-          continue;
-        }
-      room.resize(N * K * width);
-      tokens[j] = &room[j * K * width];
-      for (int64_t k = 0; k < K; k++) {
-        R* copy = &room[(j * K + k) * width];
+      tokens[j] = is_copied ? copy : (const R*)token;
+      for (int64_t k = 0; k < K && is_copied; k++, copy += width) {
         convert_row(copy, token + k * D, D);
         std::fill(copy + D, copy + width, R{});
       }
@@ -80,18 +65,9 @@ struct Slots {
   }
 };
 
-// The type F of queries and weights. In 16-bit dtypes with an int8 cache, a row of them is rounded to 16-bit integers, with
-// a scale, because multiplying integers takes half the instructions of converting K and V. Otherwise these are converted
-// to F.
-#ifdef EXACT
-constexpr bool IS_EXACT = true;
-template <class X>
-using Factor = Input<X>;
-#else
-constexpr bool IS_EXACT = false;
-template <class X>
-using Factor = std::conditional_t<HAS_SCALES && sizeof(X) == 2, int16_t, Input<X>>;
-#endif
+// The type F of queries and weights is Factor<X>. In 16-bit dtypes with an int8 cache, a row of them is rounded to 16-bit
+// integers, with a scale, because multiplying integers takes half the instructions of converting K and V. Otherwise these
+// are converted to F.
 template <class F>
 constexpr bool IS_INTEGER = std::is_same_v<F, int16_t>;
 template <class F>
@@ -125,6 +101,7 @@ static inline integers widened(bytes narrow) {
   return (integers)__builtin_convertvector(narrow, pairs);
 #endif
 }
+static inline integers widened(pairs wide) { return (integers)wide; }
 static inline integers add_two(integers sum, integers a, integers b) {
 #if defined(__AVX512VNNI__)
   return (integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -136,6 +113,13 @@ static inline integers add_two(integers sum, integers a, integers b) {
   return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
+#ifdef __AVX512BF16__
+static inline floats add_two(floats sum, integers a, integers b) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+#endif
+template <class R>  // 2 LANES numbers that are read as R
+using Numbers = std::conditional_t<sizeof(R) == 1, bytes, pairs>;
 
 // Interleaves the first or the second halves of each 16 bytes of a and b, which is one instruction.
 template <int HALF, class V, int... I>
@@ -145,21 +129,12 @@ static inline V interleave_lanes(V a, V b, std::integer_sequence<int, I...>) {
 }
 
 // Interleaves 2 LANES elements of two rows in two registers. `put_in_order` has the order of the pairs.
-static inline std::pair<integers, integers> interleaved(const int8_t* a, const int8_t* b) {
-  bytes first = load_as<bytes>(a), second = load_as<bytes>(b);
+template <class R>
+static inline std::pair<integers, integers> interleaved(const R* a, const R* b) {
+  auto first = load_as<Numbers<R>>(a), second = load_as<Numbers<R>>(b);
   std::make_integer_sequence<int, 2 * LANES> each;
   return {widened(interleave_lanes<0>(first, second, each)), widened(interleave_lanes<1>(first, second, each))};
 }
-#ifdef __AVX512BF16__
-static inline std::pair<integers, integers> interleaved(const bf16* a, const bf16* b) {
-  pairs first = load_as<pairs>(a), second = load_as<pairs>(b);
-  std::make_integer_sequence<int, 2 * LANES> each;
-  return {(integers)interleave_lanes<0>(first, second, each), (integers)interleave_lanes<1>(first, second, each)};
-}
-static inline floats add_two(floats sum, integers a, integers b) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
-#endif
 
 // Writes the n sums of `add_values` for values that are read as R, times `scale`, in order. n is a multiple of 2 LANES.
 template <class R, class S>
@@ -173,17 +148,14 @@ static void put_in_order(float* __restrict out, const S* __restrict sums, float 
 }
 
 #ifndef EXACT
-static inline floats add_products(floats sum, const float* a, const float* b) {
-  return sum + load_as<floats>(a) * load_as<floats>(b);
+template <class X>
+using Factor = std::conditional_t<HAS_SCALES && sizeof(X) == 2, int16_t, Input<X>>;
+
+template <class F>
+static inline Sums<F> add_products(Sums<F> sum, const F* a, const Read<F>* b) {
+  if constexpr (STEP<F> == 1) return sum + load_as<floats>(a) * load_as<floats>(b);
+  else return add_two(sum, load_as<integers>(a), widened(load_as<Numbers<Read<F>>>(b)));
 }
-static inline integers add_products(integers sum, const int16_t* a, const int8_t* b) {
-  return add_two(sum, load_as<integers>(a), widened(load_as<bytes>(b)));
-}
-#ifdef __AVX512BF16__
-static inline floats add_products(floats sum, const bf16* a, const bf16* b) {
-  return add_two(sum, load_as<integers>(a), load_as<integers>(b));
-}
-#endif
 
 // Computes scores[row] = q[row] . key for tokens of a span, `rows` rows of each K/V head: the first ones of `stride`. Rows
 // of q are `width` apart, and those of scores ROW. Meanwhile, the scales of V, which are needed next, are prefetched.
@@ -191,11 +163,10 @@ constexpr int64_t SCORES = 16;  // computed at a time
 template <class X, class F>
 static void write_scores(float* scores, const F* q, const Cached<X>* cache, const Cached<X>* v_cache, const Slots& slots,
                          int64_t rows, int64_t stride, int64_t K, int64_t D, int64_t Dv, int64_t width) {
-  static thread_local std::vector<Read<F>> room;
-  static thread_local std::vector<Sums<F>> parts;  // (K, stride, 4): of four tokens each
-  parts.resize(K * stride * 4);
+  static thread_local std::vector<Sums<F>> kept;
+  Sums<F>* parts = room_for(K * stride * 4, kept);  // (K, stride, 4): of four tokens each
   for (int64_t t = slots.low / 16 * 16; t < slots.high; t += 16) {
-    auto keys = slots.read<16>(room, cache, t, K, D, width);
+    auto keys = slots.read<16, Read<F>>(cache, t, K, D, width);
     for (int64_t j = 0; j < std::min<int64_t>(16, slots.high - t); j += 4) {
       for (int64_t i = t + j; HAS_SCALES && i < t + j + 4; i++)
         __builtin_prefetch(v_cache + slots.of[i] * row_size(K, Dv) + K * Dv, 0, 2);
@@ -209,7 +180,7 @@ static void write_scores(float* scores, const F* q, const Cached<X>* cache, cons
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++)
               for (int i = 0; i < 4; i++)
-                sum[r][i] = add_products(sum[r][i], of_tile + r * width + d, keys[j + i] + head * width + d);
+                sum[r][i] = add_products<F>(sum[r][i], of_tile + r * width + d, keys[j + i] + head * width + d);
 #pragma GCC unroll 4
           for (int r = 0; r < R; r++) parts[(head * stride + row + r) * 4 + j / 4] = add_neighbors<4>(sum[r]);
         });
@@ -224,6 +195,9 @@ static void write_scores(float* scores, const F* q, const Cached<X>* cache, cons
   }
 }
 #else
+template <class X>
+using Factor = Input<X>;
+
 // Computes the same in the order of sums of prefill_attention (docs/guide/bits.md).
 constexpr int64_t SCORES = OUTPUTS;
 template <class X, class A>
@@ -257,9 +231,8 @@ template <class F, class C>
 static void add_values(Sum<F>* sums, const F* weights, const C* cache, const Slots& slots, int64_t rows, int64_t stride,
                        int64_t K, int64_t D, int64_t width) {
   constexpr int64_t TOKENS = 32 / sizeof(F);  // whose values stay in the L1 cache for all rows
-  static thread_local std::vector<Read<F>> room;
   for (int64_t t = slots.low / TOKENS * TOKENS; t < slots.high; t += TOKENS) {
-    auto values = slots.read<TOKENS>(room, cache, t, K, D, width);
+    auto values = slots.read<TOKENS, Read<F>>(cache, t, K, D, width);
     int64_t first = std::max(slots.low, t) / STEP<F> * STEP<F>, last = std::min(slots.high, t + TOKENS);
     for (int64_t head = 0; head < K; head++) {
       slots.prefetch(cache, t + 16, TOKENS, head, K, D);
@@ -328,9 +301,7 @@ static void plan(std::vector<Task>& tasks, std::vector<Member>& members, std::ve
     }
     if (most > 1)
       std::sort(members.begin() + from, members.end(), [](const Member& a, const Member& b) {
-        return std::tie(*a.blocks, a.low) != std::tie(*b.blocks, b.low)
-                   ? std::tie(*a.blocks, a.low) < std::tie(*b.blocks, b.low)
-                   : std::lexicographical_compare(a.blocks, a.end, b.blocks, b.end);
+        return a.low != b.low ? a.low < b.low : std::lexicographical_compare(a.blocks, a.end, b.blocks, b.end);
       });
     // Returns the end of what a member and the next one share, at a multiple of SCORES, or 0.
     auto shared = [&](size_t i) -> int64_t {
@@ -387,7 +358,10 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
       const Task& task = tasks[i];
       int64_t begin = task.begin, n = task.to - task.from;
       const Member* all = &members[task.from];
-      auto row_of = [&](int64_t m, int64_t head) { return (head / G * n + m) * G + head % G; };
+      auto each_row = [&](auto use) {  // calls use(m, head, row)
+        for (int64_t m = 0; m < n; m++)
+          for (int64_t head = 0; head < H; head++) use(m, head, (head / G * n + m) * G + head % G);
+      };
       // Calls use(slots, first member, number of members) for what all share, then for the rest of each.
       auto each_part = [&](auto use) {
         auto call = [&](int64_t m, int64_t count, int64_t low, int64_t high) {
@@ -397,12 +371,10 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
         call(0, n, task.low, task.common);
         for (int64_t m = 0; m < n; m++) call(m, 1, task.common, all[m].high);
       };
-      for (int64_t m = 0; m < n; m++)
-        for (int64_t head = 0; head < H; head++) {
-          const X* query = q + (rows[all[m].sequence] * H + head) * D;
-          int64_t row = row_of(m, head);
-          query_scales[row] = convert_factors<QUERY_LIMIT>(&queries[row * query_width], query, D);
-        }
+      each_row([&](int64_t m, int64_t head, int64_t row) {
+        const X* query = q + (rows[all[m].sequence] * H + head) * D;
+        query_scales[row] = convert_factors<QUERY_LIMIT>(&queries[row * query_width], query, D);
+      });
       each_part([&](const Slots& slots, int64_t m, int64_t count) {
         write_scores<X>(&scores[m * G * ROW], &queries[m * G * query_width], k_cache, v_cache, slots, count * G, n * G, K,
                         D, Dv, query_width);
@@ -412,35 +384,27 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
             slots.read_scales(to + K * SPAN, v_cache, K, Dv);
           }
       });
-      for (int64_t m = 0; m < n; m++) {
+      each_row([&](int64_t m, int64_t head, int64_t row) {
         auto [sequence, result, low, high, _, __] = all[m];
-        float* totals = results + result * size + H * width;
-        for (int64_t head = 0; head < H; head++) {
-          int64_t row = row_of(m, head);
-          float* mine = &scores[row * ROW];
-          const float* of_keys = HAS_SCALES ? &scales[(m * 2 * K + head / G) * SPAN + low] : nullptr;
-          std::tie(totals[2 * head], totals[2 * head + 1]) =
-              exponentials(mine + low, high - low, scale * query_scales[row], softcap, slopes ? slopes + head : nullptr,
-                           seq_lens[sequence] - 1 - begin - low, of_keys, HAS_SCALES ? of_keys + K * SPAN : nullptr);
-          std::fill(mine, mine + low, 0.0f);
-          mine[high] = 0;
-          if constexpr (!std::is_same_v<F, float>)
-            weight_scales[row] = convert_factors<WEIGHT_LIMIT>(&weights[row * ROW], mine, high + 1);
-        }
-      }
+        float *mine = &scores[row * ROW], *totals = results + result * size + H * width + 2 * head;
+        const float* of_keys = HAS_SCALES ? &scales[(m * 2 * K + head / G) * SPAN + low] : nullptr;
+        std::tie(totals[0], totals[1]) =
+            exponentials(mine + low, high - low, scale * query_scales[row], softcap, slopes ? slopes + head : nullptr,
+                         seq_lens[sequence] - 1 - begin - low, of_keys, HAS_SCALES ? of_keys + K * SPAN : nullptr);
+        std::fill(mine, mine + low, 0.0f);
+        mine[high] = 0;
+        if constexpr (!std::is_same_v<F, float>)
+          weight_scales[row] = convert_factors<WEIGHT_LIMIT>(&weights[row * ROW], mine, high + 1);
+      });
       std::fill_n(sums.data(), n * H * width, Sum<F>(0));
       each_part([&](const Slots& slots, int64_t m, int64_t count) {
-        const F* of_first;
-        if constexpr (std::is_same_v<F, float>) of_first = &scores[m * G * ROW];
-        else of_first = &weights[m * G * ROW];
-        add_values(&sums[m * G * width], of_first, v_cache, slots, count * G, n * G, K, Dv, width);
+        const F* of_rows = std::is_same_v<F, float> ? (const F*)scores.data() : weights.data();
+        add_values(&sums[m * G * width], of_rows + m * G * ROW, v_cache, slots, count * G, n * G, K, Dv, width);
       });
-      for (int64_t m = 0; m < n; m++)
-        for (int64_t head = 0; head < H; head++) {
-          int64_t row = row_of(m, head);
-          float* to = results + all[m].result * size + head * width;
-          put_in_order<Read<F>>(to, &sums[row * width], weight_scales[row], width);
-        }
+      each_row([&](int64_t m, int64_t head, int64_t row) {
+        float* to = results + all[m].result * size + head * width;
+        put_in_order<Read<F>>(to, &sums[row * width], weight_scales[row], width);
+      });
     }
     std::vector<float> row(Dv);
 #pragma omp for schedule(static)
