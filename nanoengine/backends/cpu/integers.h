@@ -17,21 +17,15 @@
 // first one's weights are the low halves of the bytes. Each weight is stored as integer + OFFSET, because VNNI takes
 // unsigned weights. The sum of a group's activations, times -OFFSET, is added back.
 constexpr int64_t INPUTS = 4;
-template <class W>
-constexpr int32_t OFFSET = 8;
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr bool HAS_DOT = true;
-template <>
-constexpr int32_t OFFSET<int8_t> = 128;
+constexpr bool HAS_DOT = true, IS_UNSIGNED = true;
 #elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
-constexpr bool HAS_DOT = true;
-template <>
-constexpr int32_t OFFSET<int8_t> = 0;
+constexpr bool HAS_DOT = true, IS_UNSIGNED = false;
 #else
-constexpr bool HAS_DOT = false;  // computes the same, slowly
-template <>
-constexpr int32_t OFFSET<int8_t> = 0;
+constexpr bool HAS_DOT = false, IS_UNSIGNED = false;  // computes the same, slowly
 #endif
+template <class W>
+constexpr int32_t OFFSET = !std::is_same_v<W, int8_t> ? 8 : IS_UNSIGNED ? 128 : 0;
 template <class W>
 constexpr int64_t STEP_BYTES = OUTPUTS * INPUTS / (std::is_same_v<W, int4x8> ? 2 : 1);
 
@@ -87,6 +81,14 @@ static inline floats rounded_product(floats a, floats b) {
   asm("" : "+w"(product));
 #endif
   return product;
+}
+
+// Adds to `total` a group's sum of products, times scales. x_sum is the sum of the group's activations.
+template <bool HAS_ZEROS>
+static inline void add_scaled(float* total, integers sum, floats scale, floats zero, int32_t x_sum) {
+  floats exact = __builtin_convertvector(sum, floats);
+  if (HAS_ZEROS) exact -= rounded_product(zero, floats{} + float(x_sum));
+  *(floats_anywhere*)total += rounded_product(exact, scale);
 }
 
 // Activations, rounded. An activation is integer * scale of its group.
@@ -186,12 +188,9 @@ static void multiply_integers(float* sums, Rounded& x, int64_t first, const char
       floats scale = halves(params + j * LANES), zero{};
       if (HAS_ZEROS) zero = halves(params + OUTPUTS + j * LANES);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        floats exact = __builtin_convertvector(sum[r][j], floats);
-        if (HAS_ZEROS) exact -= rounded_product(zero, floats{} + float(x_sums[r * groups]));
-        floats_anywhere* total = (floats_anywhere*)(sums + r * OUTPUTS + j * LANES);
-        *total += rounded_product(exact, scale * scales[r * groups]);
-      }
+      for (int r = 0; r < R; r++)
+        add_scaled<HAS_ZEROS>(sums + r * OUTPUTS + j * LANES, sum[r][j], scale * scales[r * groups], zero,
+                              x_sums[r * groups]);
     }
     block += form.group_bytes();
   }
@@ -263,19 +262,16 @@ static void multiply_signed_tile(float* sums, Rounded& x, int64_t first, const c
       floats scale = halves(params), zero{};
       if (HAS_ZEROS) zero = halves(params + OUTPUTS);
 #pragma GCC unroll 16
-      for (int r = 0; r < HEIGHT; r++) {
-        floats exact = __builtin_convertvector(load_as<integers>(kept[g % 2][j] + r * LANES), floats);
-        if (HAS_ZEROS) exact -= rounded_product(zero, floats{} + float(x_sums[r]));
-        floats_anywhere* total = (floats_anywhere*)(sums + r * OUTPUTS + j * LANES);
-        *total += rounded_product(exact, scale * scales[r]);
-      }
+      for (int r = 0; r < HEIGHT; r++)
+        add_scaled<HAS_ZEROS>(sums + r * OUTPUTS + j * LANES, load_as<integers>(kept[g % 2][j] + r * LANES),
+                              scale * scales[r], zero, x_sums[r]);
     });
 }
 #endif
 
 // Computes out (T, N) = x (T, I), rounded, times packed integers + bias. Blocks are read as in `product`.
 template <class W, class X>
-static void integer_product(X* out, const X* x, const char* packed, const Form& form, const X* bias, int64_t T, int64_t I,
+static void integer_product(X* out, const X* x, const W* packed, const Form& form, const X* bias, int64_t T, int64_t I,
                             int64_t N) {
   const bool by_amx = HAS_TILES && T >= TILES_FROM;
   static thread_local Rounded kept;  // kept between calls: new memory takes longer than the work
@@ -306,7 +302,8 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
     if (by_amx) tiles.emplace(HEIGHT, std::min(form.group, DEEPEST) / 2, std::min(form.group, DEEPEST) / 2, false);
 #endif
     for_each_block(out, bias, sums, T, N, height, [&](int64_t block, int64_t i, int64_t begin, int64_t end) {
-      const char *from = packed + block * block_bytes, *next = from + block_bytes + i * lines * steps * 64;
+      const char* from = (const char*)packed + block * block_bytes;
+      const char* next = from + block_bytes + i * lines * steps * 64;
       if (is_widened) {
         if (!i) widen_integers<W>(wide, from, form, rows.groups, by_amx ? OFFSET<W> : 0);
         from = wide;

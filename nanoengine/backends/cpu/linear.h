@@ -10,25 +10,20 @@ static void linear(X* out, const X* x, const void* packed, const X* bias, int64_
                    int64_t group, int64_t has_zeros, int64_t activation_bits) {
   if (!T) return;
   Form form{bits, group, has_zeros, activation_bits};
-  if (activation_bits) {
-    if (bits == 8) integer_product<int8_t>(out, x, (const char*)packed, form, bias, T, I, N);
-    else integer_product<int4x8>(out, x, (const char*)packed, form, bias, T, I, N);
-    return;
-  }
-  auto with_weights = [=](auto multiply) {
-    if (bits == 8) multiply((const int8_t*)packed);
-    else if (bits == 4) multiply((const int4x8*)packed);
-    else multiply((const X*)packed);
-  };
+  auto multiply = [=](const auto* weights) {
+    if constexpr (!std::is_same_v<decltype(weights), const X*>)
+      if (activation_bits) return integer_product(out, x, weights, form, bias, T, I, N);
 #ifdef MAY_HAVE_AMX
-  if constexpr (std::is_same_v<X, bf16>)
-    if (HAS_AMX) {
-      if (bits && T <= FEW)
-        return with_weights([=](auto weights) { product<float, true>(out, x, weights, form, bias, T, I, N); });
-      return with_weights([=](auto weights) { product_by_amx(out, x, weights, form, bias, T, I, N); });
+    if constexpr (std::is_same_v<X, bf16>) {
+      if (HAS_AMX && bits && T <= FEW) return product<float, true>(out, x, weights, form, bias, T, I, N);
+      if (HAS_AMX) return product_by_amx(out, x, weights, form, bias, T, I, N);
     }
 #endif
-  with_weights([=](auto weights) { product<Input<X>, false>(out, x, weights, form, bias, T, I, N); });
+    product<Input<X>, false>(out, x, weights, form, bias, T, I, N);
+  };
+  if (bits == 8) multiply((const int8_t*)packed);
+  else if (bits == 4) multiply((const int4x8*)packed);
+  else multiply((const X*)packed);
 }
 
 // ---- Quantized weights ---------------------------------------------------------------------------
