@@ -27,6 +27,20 @@ static void write_kv(const X* k, const X* v, Cached<X>* k_cache, Cached<X>* v_ca
   }
 }
 
+// Writes x + residual (if there is one) to a row of n, and returns 1 / rms of the row.
+template <class X>
+static inline float add_rows(float* __restrict row, const X* x, const X* residual, float eps, int64_t n) {
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < n; i++) {
+    float value = load(x[i]);
+    if (residual) value = rounded<X>(value + load(residual[i]));
+    row[i] = value;
+    squares += value * value;
+  }
+  return 1 / std::sqrt(squares / n + eps);
+}
+
 // Computes total = x + residual (if there is one) and out = total / rms(total) * weight, for rows of E.
 template <class X>
 static void rms_norm(X* out, X* total, const X* x, const X* residual, const X* weight, float eps, int64_t T, int64_t E) {
@@ -35,17 +49,8 @@ static void rms_norm(X* out, X* total, const X* x, const X* residual, const X* w
     std::vector<float> row(E);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < T; t++) {
-      float squares = 0;
-#pragma omp simd reduction(+ : squares)
-      for (int64_t i = 0; i < E; i++) {
-        float value = load(x[t * E + i]);
-        if (residual) value = rounded<X>(value + load(residual[t * E + i]));
-        row[i] = value;
-        squares += value * value;
-      }
-      if (residual)
-        for (int64_t i = 0; i < E; i++) total[t * E + i] = narrow<X>(row[i]);
-      float inverse = 1 / std::sqrt(squares / E + eps);
+      float inverse = add_rows(row.data(), x + t * E, residual ? residual + t * E : nullptr, eps, E);
+      if (residual) narrow_row(total + t * E, row.data(), E);
       for (int64_t i = 0; i < E; i++) out[t * E + i] = narrow<X>(rounded<X>(row[i] * inverse) * load(weight[i]));
     }
   }
@@ -62,17 +67,9 @@ static void norm_rotate(X* out, const X* x, int64_t stride, const X* weight, flo
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < T * heads; i++) {
       int64_t t = i / heads;
-      const X* from = x + t * stride + i % heads * D;
-      float squares = 0;
-#pragma omp simd reduction(+ : squares)
-      for (int64_t d = 0; d < D; d++) {
-        head[d] = load(from[d]);
-        squares += head[d] * head[d];
-      }
-      if (weight) {
-        float inverse = 1 / std::sqrt(squares / D + eps);
+      float inverse = add_rows<X>(head.data(), x + t * stride + i % heads * D, nullptr, eps, D);
+      if (weight)
         for (int64_t d = 0; d < D; d++) head[d] = rounded<X>(rounded<X>(head[d] * inverse) * load(weight[d]));
-      }
       const X *c = cos + t * D, *s = sin + t * D;
       X* to = out + i * D;
       for (int64_t d = 0, e = D / 2; d < D / 2; d++, e++) {
@@ -122,12 +119,9 @@ static void keep_likeliest(std::vector<int32_t>& tokens, const float* distance, 
     if (bucket(token) == last) edge.push_back(token);
   auto is_likelier = [&](int32_t a, int32_t b) { return std::tie(distance[a], a) < std::tie(distance[b], b); };
   std::sort(edge.begin(), edge.end(), is_likelier);
-  size_t kept = 0;
-  for (; kept < edge.size() && before < limit; kept++) before += size(edge[kept]);
-  int32_t end = kept ? edge[kept - 1] : -1;
-  auto is_beyond = [&](int32_t token) {
-    return bucket(token) > last || (bucket(token) == last && (end < 0 || is_likelier(end, token)));
-  };
+  auto end = edge.begin();  // of those to keep: one or more, because the sizes before them are below the limit
+  while (end < edge.end() && before < limit) before += size(*end++);
+  auto is_beyond = [&](int32_t token) { return is_likelier(end[-1], token); };
   tokens.erase(std::remove_if(tokens.begin(), tokens.end(), is_beyond), tokens.end());
 }
 
@@ -299,12 +293,7 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
 
 // kernels.py finds each function through a variable with its address, because a template has no C name. build.py compiles
 // for one type at a time (TYPES is 1, 2 or 4; 8 more for an int8 cache): compiling for all takes over twice as long.
-#ifndef TYPES
-#define TYPES 7
-#endif
-#define EXPORT_AS(name, X, suffix)               \
-  extern "C" decltype(&name<X>) name##_##suffix; \
-  decltype(&name<X>) name##_##suffix = &name<X>;
+#define EXPORT_AS(name, X, suffix) extern "C" { decltype(&name<X>) name##_##suffix = &name<X>; }
 #if TYPES & 1
 #define EXPORT_FLOAT32(name) EXPORT_AS(name, float, float32)
 #else
@@ -335,17 +324,13 @@ EXPORT(conv_step)
 EXPORT(delta_rule)
 EXPORT(mamba2)
 EXPORT(mamba)
-extern "C" decltype(&pack_integers) pack_integers_int8;
+extern "C" {
 decltype(&pack_integers) pack_integers_int8 = &pack_integers;
-extern "C" const int64_t outputs;  // in a block of a packed weight
-const int64_t outputs = OUTPUTS;
-extern "C" const bool amx;  // whether bfloat16 products use AMX
-const bool amx = HAS_AMX;
-extern "C" const bool one_thread;  // whether the compiler does not support OpenMP
+int64_t outputs = OUTPUTS;         // in a block of a packed weight
+bool integers_are_fast = HAS_DOT;  // whether rounded activations make products with quantized weights faster
 #ifdef _OPENMP
-const bool one_thread = false;
+bool one_thread = false;
 #else
-const bool one_thread = true;
+bool one_thread = true;  // the compiler does not support OpenMP
 #endif
-extern "C" const bool integers_are_fast;  // whether rounded activations make products with quantized weights faster
-const bool integers_are_fast = HAS_DOT;
+}
