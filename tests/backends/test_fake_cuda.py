@@ -287,7 +287,7 @@ def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_
     for name in ("_copy_out", "_write_block"):
         monkeypatch.setattr(kvstore.KVConnector, name, watched(getattr(kvstore.KVConnector, name)))
     groups = [np.zeros(size, np.uint8) for size in [2 * 256 * 2 * 16 * 2] * 2]  # K and V of a layer each
-    monkeypatch.setattr(kvstore, "decode", lambda data, fingerprint, token_ids, sizes: groups)
+    monkeypatch.setattr(kvstore, "decode", lambda entry, key, sizes: groups)
     answers = itertools.chain([False], itertools.repeat(True))  # the second prompt is there, not the first
     touch, get = (lambda keys: [next(answers) for _ in keys], lambda keys: [b""] * len(keys))
     store = types.SimpleNamespace(touch=touch, get=get, put=lambda key, data: None, delete=lambda key: None)

@@ -124,7 +124,7 @@ def test_a_directory_is_private_and_holds_a_file_per_entry(tmp_path):
     store.put("abcd", b"data")
     assert (tmp_path / "a" / "kv").stat().st_mode & 0o777 == 0o700
     files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
-    assert files == [tmp_path / "a" / "kv" / "ab" / "abcd.safetensors"]
+    assert files == [tmp_path / "a" / "kv" / "ab" / "abcd.kv"]
     assert str(store) == str(tmp_path / "a" / "kv")
 
 
@@ -143,7 +143,7 @@ def test_a_pipe_a_folder_and_a_huge_file_in_the_place_of_an_entry_are_no_entries
 
 
 def size_of(path):
-    return sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+    return sum(file.stat().st_size for file in path.rglob("*.kv"))
 
 
 def test_eviction_removes_the_least_recently_used_and_the_ends_of_prefixes(tmp_path):
@@ -214,7 +214,7 @@ def test_writers_share_a_directory_and_may_be_killed_at_any_time(tmp_path):
     for round_ in range(4):
         writer = start_writer(tmp_path, f"killed {round_}", 10**9)
         assert writer.stdout.readline() == "ready\n"
-        wait_until(lambda: any(tmp_path.rglob("*.safetensors")))
+        wait_until(lambda: any(tmp_path.rglob("*.kv")))
         time.sleep(0.05 * round_)  # any moment will do
         os.kill(writer.pid, signal.SIGKILL)
         writer.communicate()
@@ -228,36 +228,27 @@ def test_writers_share_a_directory_and_may_be_killed_at_any_time(tmp_path):
 
 # ---- Entries -------------------------------------------------------------------------------------
 
-FINGERPRINT, TOKENS = bytes(range(32)), np.arange(16, dtype=np.int32)
-GROUPS = [np.arange(64, dtype=np.uint8), np.arange(32, dtype=np.uint8)]
+KEY, SIZES = f"{1:064x}", [64, 32]
+GROUPS = [np.arange(size, dtype=np.uint8) for size in SIZES]
 
 
-def test_an_entry_for_another_key_is_a_miss():
-    data = encode(FINGERPRINT, TOKENS, GROUPS)
-    assert decode(data, FINGERPRINT[::-1], TOKENS, [64, 32]) is None
-    assert decode(data, FINGERPRINT, TOKENS[:8], [64, 32]) is None
-    other = TOKENS.copy()
-    other[0] += 1  # only the first token of the prefix differs
-    assert decode(data, FINGERPRINT, other, [64, 32]) is None
-    assert decode(data, FINGERPRINT, TOKENS, [64]) is None
-    assert decode(data, FINGERPRINT, TOKENS, [32, 64]) is None
+def test_an_entry_is_a_miss_under_another_key_with_other_sizes_or_with_any_byte_damaged():
+    data = encode(KEY, GROUPS)
+    assert [group.tolist() for group in decode(data, KEY, SIZES)] == [group.tolist() for group in GROUPS]
+    assert decode(data, f"{2:064x}", SIZES) is None
+    for sizes in [64], [96, 32], [64, 64]:
+        assert decode(data, KEY, sizes) is None
+    damaged = [data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :] for i in range(len(data))]
+    for entry in [*damaged, *(data[:i] for i in range(len(data))), data + b"!"]:
+        assert decode(entry, KEY, SIZES) is None
 
 
-def test_a_damaged_entry_is_noticed_wherever_it_is_damaged():
-    data = encode(FINGERPRINT, TOKENS, GROUPS)
-    for length in range(len(data)):
-        with pytest.raises(ValueError, match=r"not an entry|checksum"):
-            decode(data[:length], FINGERPRINT, TOKENS, [64, 32])
-    sound = [group.tolist() for group in GROUPS]
-    for i in range(len(data)):
-        damaged = bytearray(data)
-        damaged[i] ^= 1
-        try:
-            groups = decode(bytes(damaged), FINGERPRINT, TOKENS, [64, 32])
-        except ValueError:
-            continue
-        # A bit of the header may not matter: a space, or the case of an unused name.
-        assert groups is None or [group.tolist() for group in groups] == sound
+def test_a_key_depends_on_every_token_up_to_the_end_of_its_block():
+    contents = [b"first", b"second", b"third"]
+    keys = kvstore.chain_keys(b"weights", contents)
+    assert kvstore.chain_keys(b"weights", contents[:2]) == keys[:2]
+    assert not {*keys} & {*kvstore.chain_keys(b"others", contents)}
+    assert not {*keys} & {*kvstore.chain_keys(b"weights", [b"First", *contents[1:]])}
 
 
 # ---- Engines -------------------------------------------------------------------------------------
@@ -395,7 +386,7 @@ def test_a_full_disk_stops_saving_but_no_request_fails(qwen3, tmp_path, monkeypa
         patch.undo()
         llm.generate([prompts[1][:16]], GREEDY, use_tqdm=False)
         wait_for_writer(llm)
-        assert [*tmp_path.rglob("*.safetensors")] == [], "it is left alone for a while"
+        assert [*tmp_path.rglob("*.kv")] == [], "it is left alone for a while"
         connector_of(llm)._writing._resume_at = 0.0
         llm.generate([prompts[2]], GREEDY, use_tqdm=False)
     assert serve(qwen3, tmp_path, prompts)[:2] == (plain, [0, 0, 39])

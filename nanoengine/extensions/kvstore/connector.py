@@ -6,8 +6,8 @@
 
 After a restart, or in another process, an engine reuses a prefix that was computed before. An entry is one
 block: the K and V of `block_size` tokens in every layer. Its key is a SHA-256, chained over all blocks before
-it and seeded with the fingerprint of everything that K and V depend on. The key alone is not trusted: the
-entry contains the fingerprint, the tokens of its whole prefix and a checksum. A mismatch is a miss.
+it and seeded with the fingerprint of everything that K and V depend on. An entry begins with a checksum of
+its key and its content. A mismatch is a miss.
 
     admission     the sequence's blocks after its prefix cache hits are read from the store, as far as the
                   store has them: `StoringBlockManager.allocate`
@@ -32,8 +32,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.numpy import load as load_tensors
-from safetensors.numpy import save as save_tensors
 from torch import Tensor
 from xxhash import xxh3_128
 
@@ -45,6 +43,7 @@ from nanoengine.extensions.kvstore.stores import DirectoryStore, open_store
 from nanoengine.extensions.sliding_windows import WindowedBlockManager
 
 FORMAT_VERSION = 1
+CHECKSUM_BYTES = xxh3_128().digest_size
 MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; above this, saving waits for a later step
 RETRY_SECONDS = 30.0  # how long a store is not called after a failure
 
@@ -72,40 +71,25 @@ def chain_keys(fingerprint: bytes, contents: Iterable[bytes]) -> list[str]:
     return keys
 
 
-def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.ndarray]) -> bytes:
-    """Return an entry, in safetensors format: all tokens up to the block's last, (n,) int32, and K and V."""
-    tensors = {f"group.{i}": group for i, group in enumerate(groups)}
-    tensors |= {"fingerprint": np.frombuffer(fingerprint, np.uint8), "token_ids": token_ids}
-    return save_tensors({**tensors, "checksum": _checksum(tensors)})
+def encode(key: str, groups: abc.Sequence[np.ndarray]) -> bytes:
+    """Return an entry: a checksum, and the groups' K and V, each (bytes,) uint8."""
+    content = b"".join(group.data for group in groups)
+    return _checksum(key, content) + content
 
 
-def decode(
-    data: bytes, fingerprint: bytes, token_ids: np.ndarray, sizes: abc.Sequence[int]
-) -> list[np.ndarray] | None:
-    """Return the groups given to `encode`; None: of others. Raises ValueError if they are damaged."""
-    try:
-        tensors = load_tensors(data)
-        checksum = tensors.pop("checksum")
-    except Exception as error:
-        raise ValueError(f"not an entry: {error}") from error
-    if not np.array_equal(checksum, _checksum(tensors)):
-        raise ValueError("its checksum is wrong")
-    names = [f"group.{i}" for i in range(len(sizes))]
-    if tensors.keys() != {"fingerprint", "token_ids", *names}:
+def decode(entry: bytes, key: str, sizes: abc.Sequence[int]) -> list[np.ndarray] | None:
+    """Return the groups given to `encode`, or None if the entry is damaged or another key's."""
+    content = memoryview(entry)[CHECKSUM_BYTES:]
+    if len(content) != sum(sizes) or entry[:CHECKSUM_BYTES] != _checksum(key, content):
         return None
-    if tensors["fingerprint"].tobytes() != fingerprint or not np.array_equal(tensors["token_ids"], token_ids):
-        return None
-    groups = [tensors[name] for name in names]
-    return groups if [group.nbytes for group in groups] == list(sizes) else None
+    return np.split(np.frombuffer(bytearray(content), np.uint8), np.cumsum(sizes)[:-1])  # writable
 
 
-def _checksum(tensors: dict[str, np.ndarray]) -> np.ndarray:
-    """Return a checksum of all tensors, (16,) uint8. It guards against corruption, not against tampering."""
-    digest = xxh3_128()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].data)
-    return np.frombuffer(digest.digest(), np.uint8)
+def _checksum(key: str, content: bytes | memoryview) -> bytes:
+    """Return a checksum that guards against corruption, not against tampering."""
+    digest = xxh3_128(key.encode())
+    digest.update(content)
+    return digest.digest()
 
 
 # ---- the connector: between a store and an engine ------------------------------------------------
@@ -167,8 +151,9 @@ class KVConnector:
         self.store, self.runner = open_store(config.kv_store), runner
         self.layers = [group.layers for group in groups]
         self.sizes = [block_bytes(specs, [group], runner.block_size) for group in groups]
-        if isinstance(self.store, DirectoryStore):  # K and V, the tokens, and safetensors' header
-            self.store.max_entry_bytes = sum(self.sizes) + (1 << 24)
+        if isinstance(self.store, DirectoryStore):
+            num_bytes = CHECKSUM_BYTES + sum(self.sizes)
+            self.store.max_entry_bytes = max(self.store.max_entry_bytes, num_bytes)
         self._reading, self._writing = RetryGate("read"), RetryGate("written")
         self._copying = RetryGate("copied to")  # fails when memory is short
         self._lock = threading.Lock()
@@ -187,28 +172,22 @@ class KVConnector:
         self._submit(lambda: self._writing.ask(self.store.touch, chain_keys(self.fingerprint, contents)))
 
     @torch.inference_mode()
-    def read(
-        self, keys: list[str], token_ids: np.ndarray, tables: abc.Sequence[list[int]], start: int, end: int
-    ) -> int | None:
+    def read(self, keys: list[str], tables: abc.Sequence[list[int]], start: int, end: int) -> int | None:
         """Read blocks [start, end) of a sequence into the blocks of its block tables, by group.
 
-        `keys` are those of all its blocks, `token_ids`, (n,) int32, the tokens of the blocks before `end`.
-        Returns the index of the first block that could not be read, or None if all were.
+        `keys` are those of all its blocks. Returns the index of the first block that could not be read, or
+        None if all were.
         """
-        size = self.runner.block_size
         entries = iter(self._reading.ask(self.store.get, keys[start:end]) or ())
         with self.runner.device.running():
             for i in range(start, end):
-                data = self._reading.ask(next, entries, None)
-                if data is None:
+                entry = self._reading.ask(next, entries, None)
+                if entry is None:
                     return i
-                try:
-                    groups = decode(data, self.fingerprint, token_ids[: (i + 1) * size], self.sizes)
-                except ValueError as error:
-                    logging.getLogger(__name__).warning("ignoring a damaged entry of the KV store: %s", error)
-                    self._reading.ask(self.store.delete, keys[i])
-                    return i
+                groups = decode(entry, keys[i], self.sizes)
                 if groups is None:
+                    logging.getLogger(__name__).warning("ignoring a damaged entry of the KV store")
+                    self._reading.ask(self.store.delete, keys[i])
                     return i
                 device = self.runner.device.device
                 for layers, table, group in zip(self.layers, tables, groups, strict=True):
@@ -295,7 +274,6 @@ class KVConnector:
         if is_there is None or all(is_there):
             return
         is_finite = snapshot.is_finite.read()
-        token_ids = np.frombuffer(b"".join(filled.contents), np.int32)
         for i in range(filled.first, len(keys)):
             if not is_there[i]:
                 r = row + i - filled.first
@@ -305,8 +283,7 @@ class KVConnector:
                     np.concatenate([x.read()[r].flatten().view(torch.uint8) for x in group])
                     for group in snapshot.groups
                 ]
-                prefix = token_ids[: (i + 1) * self.runner.block_size]
-                if not self._writing.ask(self._put, keys[i], encode(self.fingerprint, prefix, parts)):
+                if not self._writing.ask(self._put, keys[i], encode(keys[i], parts)):
                     break
         self._writing.ask(self.store.touch, keys)  # mark the start of the prefix as used last
 
@@ -376,9 +353,7 @@ class StoringBlockManager(WindowedBlockManager):
             seq.num_computed_tokens = min(end * self.block_size, seq.num_tokens - 1)
             # A group with a window frees the blocks that are out of sight from there, and takes new ones.
             has_room = self.may_append(seq, seq.num_tokens)
-            token_ids = np.array(seq.token_ids[: end * self.block_size], np.int32)
-            tables = self.tables_of(seq)
-            missing = self.connector.read(keys, token_ids, tables, start, end) if has_room else None
+            missing = self.connector.read(keys, self.tables_of(seq), start, end) if has_room else None
             if has_room and missing is None:
                 seq.num_hit_tokens = end * self.block_size
                 self.register_full_blocks(seq, seq.num_hit_tokens)

@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 class DirectoryStore(Store):
-    """Stores each entry in a file, `ab/abcd....safetensors`. Any number of processes and hosts may share it.
+    """Stores each entry in a file, `ab/abcd....kv`. Any number of processes and hosts may share it.
 
     A file is created atomically, by a rename. Its modification time is the time of its last use. A process
     that has written a twentieth of max_bytes removes the least recently used files, down to nine tenths, if
@@ -46,7 +46,7 @@ class DirectoryStore(Store):
     for all files together, by default a tenth of the file system.
     """
 
-    max_entry_bytes = 1 << 30  # larger files are ignored; an engine sets the size of its own entries
+    max_entry_bytes = 1 << 30  # larger files are ignored; an engine with larger entries raises it
 
     def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
         if max_bytes is not None:
@@ -91,7 +91,7 @@ class DirectoryStore(Store):
         self._file(key).unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
-        return self.path / key[:2] / f"{key}.safetensors"
+        return self.path / key[:2] / f"{key}.kv"
 
     def _read(self, file: Path) -> bytes | None:
         """Return a file's content, or None if there is none, or none of an engine: a pipe, or a huge one."""
@@ -122,7 +122,7 @@ class DirectoryStore(Store):
                 status = entry.stat()
                 if entry.suffix == ".tmp" and now - status.st_mtime > 3600:
                     entry.unlink()
-                elif entry.suffix == ".safetensors":
+                elif entry.suffix == ".kv":
                     files.append((status.st_mtime_ns, status.st_size, entry))
                     total += status.st_size
         excess = total - self.max_bytes * 9 // 10 if total > self.max_bytes else 0
