@@ -19,7 +19,6 @@ from nanoengine.backends import int8_cache
 from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.cpu.packed_layers import CompiledLayer, PackedLinear, pack_weights
-from nanoengine.backends.cpu.state_kernels import StateKernels
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.paged_attention import GroupedAttention, Settings
 from nanoengine.backends.quantization import Quantized, quantize
@@ -219,7 +218,7 @@ def test_conv_step_computes_the_convolution_s_next_output(dtype, silu, has_bias)
     x[0, 0], bias[0] = torch.finfo(dtype).min, 0
     weight[0] = torch.tensor([0.0, 0, 0, 1]).to(dtype)
     before, last = states.clone(), bias if has_bias else None
-    out = StateKernels(kernels).conv_step(x, weight, last, states, (SOURCES, TARGETS), silu)
+    out = kernels.conv_step(x, weight, last, states, (SOURCES, TARGETS), silu)
     inputs = torch.cat((before[SOURCES], x.unsqueeze(-1)), -1)
     expected = nn.functional.conv1d(inputs.float(), weight.float().unsqueeze(1), groups=40)[..., -1]
     expected = (expected + (bias.float() if has_bias else 0)).to(dtype)
@@ -238,7 +237,7 @@ def test_the_delta_rule_equals_its_definition(dtype, of_rows):
     decay, beta = -torch.rand(3, 5, 4, 16 if of_rows else 1), torch.rand(3, 5, 4)
     # the kernel takes (N, T, H) for a decay of each head
     arguments = q, k, v, decay if of_rows else decay[..., 0].contiguous(), beta
-    out, last = run_states(StateKernels(kernels).delta_rule, arguments, states)
+    out, last = run_states(kernels.delta_rule, arguments, states)
     q, k = (nn.functional.normalize(x.float(), dim=-1).repeat_interleave(2, 2) for x in (q, k))
     state, rows = states[SOURCES], []
     for t in range(5):
@@ -256,10 +255,9 @@ def test_mamba2_equals_its_definition(dtype):
     kernels, x, b, c, states = kernels_and_inputs(dtype, (3, 5, 4, 7), of_b, of_b, (6, 4, 7, 19))
     states, dt, a, d = states.float(), torch.rand(3, 5, 4), -torch.rand(4), torch.randn(4)
 
-    def kernel(x, dt, b, c, *state):
-        return StateKernels(kernels).mamba2(x, dt, a, b, c, d, *state)
-
-    out, last = run_states(kernel, (x, dt, b, c), states)
+    out, last = run_states(
+        lambda x, dt, b, c, *at: kernels.mamba2(x, dt, a, b, c, d, *at), (x, dt, b, c), states
+    )
     x, b, c = x.float(), b.float().repeat_interleave(2, 2), c.float().repeat_interleave(2, 2)
     state, rows = states[SOURCES], []
     for t in range(5):
@@ -275,10 +273,7 @@ def test_mamba_equals_its_definition(dtype):
     kernels, x, b, c, states = kernels_and_inputs(dtype, (3, 5, 33), (3, 5, 16), (3, 5, 16), (6, 33, 16))
     states, dt, a = states.float(), torch.rand(3, 5, 33), -torch.rand(33, 16)
 
-    def kernel(x, dt, b, c, *state):
-        return StateKernels(kernels).mamba(x, dt, a, b, c, *state)
-
-    out, last = run_states(kernel, (x, dt, b, c), states)
+    out, last = run_states(lambda x, dt, b, c, *at: kernels.mamba(x, dt, a, b, c, *at), (x, dt, b, c), states)
     state, rows = states[SOURCES], []
     for t in range(5):
         step = dt[:, t, :, None]

@@ -81,9 +81,7 @@ class CPU(Device):
                 self.kernels, self._no_kernels = None, f"there are no kernels for {dtype_name(dtype)}"
         self.draw = None if self.kernels is None else self.kernels.sample
         if has_states:
-            from nanoengine.backends.cpu.state_kernels import StateKernels
-
-            model.states.kernels = self.kernels and StateKernels(self.kernels)
+            model.states.kernels = self.kernels
         asked = {
             f"quantization={self.config.quantization!r}": self.bits,
             "activations='int8'": self.config.activations == "int8",
