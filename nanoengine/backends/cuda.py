@@ -34,7 +34,7 @@ from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
 from nanoengine.backends.prompt_graphs import PromptGraphs, Recorder
 from nanoengine.backends.quantization import Quantized, quantize, replace_linears
-from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, send_inputs
+from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, pad, send_inputs
 from nanoengine.config import EngineConfig
 
 # ---- Trying out attention backends ---------------------------------------------------------------
@@ -257,28 +257,22 @@ def pad_decodes(
     maximum lengths are those of the capture, because the kernels were chosen then.
     """
     metadata = inputs.metadata
-    missing = num_seqs - len(metadata.seq_lens)
-
-    def pad(values: np.ndarray, value: int) -> np.ndarray:
-        return np.concatenate((values, np.full((*values.shape[:-1], missing), value, values.dtype)), -1)
-
     *groups, seqs, width = metadata.block_tables.shape
     block_tables = np.zeros((*groups, num_seqs, table_width), dtype=np.int32)
     block_tables[..., :seqs, :width] = metadata.block_tables
-    seq_lens = pad(metadata.seq_lens, 1)
+    seq_lens = pad(metadata.seq_lens, num_seqs, 1)
     metadata = metadata._replace(
         cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
         cu_seqlens_k=np.concatenate(([0], seq_lens.cumsum())).astype(np.int32),
         seq_lens=seq_lens,
         block_tables=block_tables,
-        slot_mapping=pad(metadata.slot_mapping, 0),
+        slot_mapping=pad(metadata.slot_mapping, num_seqs),
         max_seq_len=table_width * block_size,
         has_cached_tokens=True,
         num_leading_decodes=num_seqs,
     )
-    return inputs._replace(
-        input_ids=pad(inputs.input_ids, 0), positions=pad(inputs.positions, 0), metadata=metadata
-    )
+    ids, positions = pad(inputs.input_ids, num_seqs), pad(inputs.positions, num_seqs)
+    return inputs._replace(input_ids=ids, positions=positions, metadata=metadata)
 
 
 class DecodeGraphs(Forward):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanoengine.backends.device import Compute, Decodes, Forward
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.step_inputs import ModelInputs, send_inputs
+from nanoengine.backends.step_inputs import ModelInputs, pad, send_inputs
 
 
 def token_counts(largest: int) -> list[int]:
@@ -38,13 +38,9 @@ def token_counts(largest: int) -> list[int]:
 
 def pad_tokens(inputs: ModelInputs[np.ndarray], num_tokens: int) -> ModelInputs[np.ndarray]:
     """Pad a batch to a number of tokens. The additional tokens are at position 0 of the null block."""
-
-    def pad(values: np.ndarray) -> np.ndarray:
-        missing = num_tokens - values.shape[-1]
-        return np.concatenate((values, np.zeros((*values.shape[:-1], missing), values.dtype)), -1)
-
+    ids, positions = pad(inputs.input_ids, num_tokens), pad(inputs.positions, num_tokens)
+    slots = pad(inputs.metadata.slot_mapping, num_tokens)
     # All keys are read from the cache, where the padding's are not.
-    slots, ids, positions = map(pad, (inputs.metadata.slot_mapping, inputs.input_ids, inputs.positions))
     metadata = inputs.metadata._replace(slot_mapping=slots, has_cached_tokens=True)
     return inputs._replace(input_ids=ids, positions=positions, metadata=metadata)
 

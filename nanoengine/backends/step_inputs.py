@@ -21,11 +21,11 @@ class AttentionMetadata(NamedTuple, Generic[Array]):
     dimension, the group. A backend then gets the metadata of one group.
     """
 
+    slot_mapping: Array  # (T,) int64  cache slot that receives each token's K and V; < B: discard
     cu_seqlens_q: Array  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
     cu_seqlens_k: Array  # (S + 1,) int32  the same for the keys they attend to: running sums of seq_lens
     seq_lens: Array  # (S,) int32  tokens of sequence i in the cache after this step's are written
     block_tables: Array  # (S, longest table) int32  block ids; null block: padding, or before the window
-    slot_mapping: Array  # (T,) int64  cache slot that receives each token's K and V; < B: discard
     max_query_len: int  # this and the fields below are known on the host
     max_seq_len: int
     has_cached_tokens: bool  # False: all K and V that the sequences attend to are in this batch
@@ -80,25 +80,20 @@ def send_inputs(
 ) -> ModelInputs[Tensor]:
     """Copy a batch to a device with its `send`. The next call overwrites the memory."""
     meta, states = inputs.metadata, inputs.states
-    slots = [] if states is None else [states.decode_rows, states.decode_sources, states.decode_targets]
+    slots = [] if states is None else states[:3]
     # CUDA graphs read all but the last three, whose lengths differ: the addresses before them must not. The
     # addresses of the first three depend on the number of tokens only.
-    input_ids, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, *others = send(
-        [
-            *(inputs.input_ids, inputs.positions, meta.slot_mapping),
-            *(meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables),
-            *slots,
-            *(inputs.sample_rows, inputs.pending_rows, inputs.pending_samples),
-        ]
-    )
-    *sent_slots, sample_rows, pending_rows, pending_samples = others
+    sent = send([*inputs[:2], *meta[:5], *slots, *inputs[3:6]])
     # What follows the arrays is known on the host.
-    metadata = AttentionMetadata(cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping, *meta[5:])
-    layout = None
-    if states is not None:
-        decode_rows, decode_sources, decode_targets = sent_slots
-        layout = StateLayout(decode_rows, decode_sources, decode_targets, states.parts)
-    return ModelInputs(input_ids, positions, metadata, sample_rows, pending_rows, pending_samples, layout)
+    metadata = AttentionMetadata._make((*sent[2:7], *meta[5:]))
+    layout = None if states is None else StateLayout._make((*sent[7:10], states.parts))
+    return ModelInputs._make((*sent[:2], metadata, *sent[-3:], layout))
+
+
+def pad(values: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    """Return the array with `value` appended until its last dimension has the given size."""
+    missing = size - values.shape[-1]
+    return np.concatenate((values, np.full((*values.shape[:-1], missing), value, values.dtype)), -1)
 
 
 def pad_tables(block_tables: list[list[int]]) -> np.ndarray:

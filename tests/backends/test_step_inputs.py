@@ -28,7 +28,7 @@ def test_a_mixed_batch_is_laid_out_flat():
     assert inputs.sample_rows.tolist() == [0, 6]  # the chunk's prompt is unfinished
     assert inputs.metadata.cu_seqlens_k.tolist() == [0, 5, 11, 13]
     assert [a.dtype for a in arrays_of(inputs)] == [np.int64] * 5
-    assert [a.dtype for a in inputs.metadata[:5]] == [np.int32] * 4 + [np.int64]
+    assert [a.dtype for a in inputs.metadata[:5]] == [np.int64] + [np.int32] * 4
     assert (inputs.metadata.max_query_len, inputs.metadata.max_seq_len) == (4, 6)
     assert inputs.metadata.has_cached_tokens
 
