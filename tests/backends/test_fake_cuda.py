@@ -270,7 +270,9 @@ def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypa
     assert kinds["PackedEmbedding"] == ("tied" in name)
 
 
-def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_path_factory, monkeypatch):
+def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(
+    fake_gpu, tmp_path_factory, monkeypatch, caplog
+):
     kvstore = pytest.importorskip("nanoengine.extensions.kvstore.connector")
     path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
     calls = []
@@ -294,6 +296,7 @@ def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_
     with fake_gpu:
         assert " graphs (" in walk(path, SETTINGS[:2], kv_store=store, prompt_lengths=[300, 280])
     assert set(calls) == {"_copy_out", "_write_block"}
+    assert "cannot be" not in caplog.text  # a bfloat16 cache is copied too
 
 
 @pytest.mark.parametrize(

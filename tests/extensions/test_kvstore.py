@@ -233,7 +233,7 @@ GROUPS = [np.arange(size, dtype=np.uint8) for size in SIZES]
 
 
 def test_an_entry_is_a_miss_under_another_key_with_other_sizes_or_with_any_byte_damaged():
-    data = encode(KEY, GROUPS)
+    data = encode(KEY, [group.data for group in GROUPS])
     assert [group.tolist() for group in decode(data, KEY, SIZES)] == [group.tolist() for group in GROUPS]
     assert decode(data, f"{2:064x}", SIZES) is None
     for sizes in [64], [96, 32], [64, 64]:
@@ -608,15 +608,15 @@ class LedgerConnector(kvstore.KVConnector):
 
     def _copy_out(self, filled):
         size = self.runner.block_size
-        groups = []
+        parts = []
         for tables in zip(*(one.tables for one in filled), strict=True):
             ids = list(itertools.chain(*tables))
             slots = [[self.world.cache[i * size + j] for j in range(size)] for i in ids]
             numbers = [[len(self.contents) + i * size + j for j in range(size)] for i in range(len(ids))]
             self.contents += [held for row in slots for held in row]
-            rows = torch.tensor(numbers, dtype=torch.float32).view(-1, size, 1, 1)
-            groups.append([Download(rows), Download(rows)])
-        return kvstore.Snapshot(filled, groups, Download(torch.ones(len(ids), dtype=torch.bool)), 0)
+            rows = torch.tensor(numbers, dtype=torch.float32).view(torch.uint8)
+            parts += [Download(rows), Download(rows)]
+        return kvstore.Snapshot(filled, parts, Download(torch.ones(len(ids), dtype=torch.bool)), 0)
 
     def _write_block(self, layers, block_id, data):
         numbers = data.view(torch.float32).tolist()

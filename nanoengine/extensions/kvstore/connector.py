@@ -71,14 +71,14 @@ def chain_keys(fingerprint: bytes, contents: Iterable[bytes]) -> list[str]:
     return keys
 
 
-def encode(key: str, groups: abc.Sequence[np.ndarray]) -> bytes:
-    """Return an entry: a checksum, and the groups' K and V, each (bytes,) uint8."""
-    content = b"".join(group.data for group in groups)
+def encode(key: str, parts: Iterable[memoryview]) -> bytes:
+    """Return an entry: a checksum, and the groups' K and V."""
+    content = b"".join(parts)
     return _checksum(key, content) + content
 
 
 def decode(entry: bytes, key: str, sizes: abc.Sequence[int]) -> list[np.ndarray] | None:
-    """Return the groups given to `encode`, or None if the entry is damaged or another key's."""
+    """Return the groups given to `encode`, (bytes,) uint8, or None if it is damaged or another key's."""
     content = memoryview(entry)[CHECKSUM_BYTES:]
     if len(content) != sum(sizes) or entry[:CHECKSUM_BYTES] != _checksum(key, content):
         return None
@@ -131,7 +131,7 @@ class Snapshot(NamedTuple):
     """Holds the K and V of the blocks that a step fills, while they are copied to the host."""
 
     filled: list[Filled]
-    groups: list[list[Download]]  # by group: K and V of its first layer, of its second..., (rows, B, K, D)
+    parts: list[Download]  # K and V of the first group's first layer, its second..., each (rows, bytes) uint8
     is_finite: Download  # (rows,) bool: a NaN would spread to every engine that loads it
     num_bytes: int
 
@@ -220,20 +220,18 @@ class KVConnector:
         return self._copying.ask(self._copy_out, filled)  # type: ignore[no-any-return]
 
     def _copy_out(self, filled: list[Filled]) -> Snapshot:
-        device, groups = self.runner.device, []
+        device, parts = self.runner.device, []
         by_group = [np.concatenate(tables) for tables in zip(*(f.tables for f in filled), strict=True)]
         with device.running():
             is_finite = torch.ones(len(by_group[0]), dtype=torch.bool, device=device.device)
             for layers, block_ids in zip(self.layers, by_group, strict=True):
                 rows = upload(block_ids, device.device)
                 caches = [self.runner.caches[layer] for layer in layers]
-                downloads = []
                 for memory in itertools.chain.from_iterable((cache.k, cache.v) for cache in caches):
-                    copied = memory[rows]
-                    is_finite &= copied.flatten(1).isfinite().all(1)
-                    downloads.append(device.download(copied))
-                groups.append(downloads)
-            return Snapshot(filled, groups, device.download(is_finite), sum(self.sizes) * len(is_finite))
+                    copied = memory[rows].flatten(1)
+                    is_finite &= copied.isfinite().all(1)
+                    parts.append(device.download(copied.view(torch.uint8)))  # numpy has no bfloat16
+            return Snapshot(filled, parts, device.download(is_finite), sum(self.sizes) * len(is_finite))
 
     def save(self, snapshot: Snapshot | None) -> None:
         """Queue the blocks of a successful step for writing, except those of requests that failed."""
@@ -279,10 +277,7 @@ class KVConnector:
                 r = row + i - filled.first
                 if not is_finite[r]:
                     break
-                parts = [
-                    np.concatenate([x.read()[r].flatten().view(torch.uint8) for x in group])
-                    for group in snapshot.groups
-                ]
+                parts = (part.read()[r].numpy().data for part in snapshot.parts)
                 if not self._writing.ask(self._put, keys[i], encode(keys[i], parts)):
                     break
         self._writing.ask(self.store.touch, keys)  # mark the start of the prefix as used last
