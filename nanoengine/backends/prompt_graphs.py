@@ -130,11 +130,9 @@ class PromptGraphs(Forward):
         for count in reversed(self.counts):  # the smaller ones fit into the memory of the largest
             inputs = send_inputs(pad_tokens(plan.inputs, count), send)
 
-            def warm_up(ids: Tensor, positions: Tensor, caches: Any, attention: Any) -> Tensor:
-                cut = Cut(attention, self.counts[-1], self.shared)
-                return plan.model(ids, positions, caches, cut)  # type: ignore[no-any-return]
-
             def capture(ids: Tensor, positions: Tensor, caches: Any, attention: Any) -> Tensor:
+                # Once without a recorder: one-time setup must not be captured.
+                plan.model(ids, positions, caches, Cut(attention, self.counts[-1], self.shared))
                 cut = Cut(attention, self.counts[-1], self.shared, recorder)
                 recorder.begin()
                 try:
@@ -145,7 +143,6 @@ class PromptGraphs(Forward):
                 return hidden
 
             with recorder.capturing():
-                plan.compute(inputs, warm_up)
                 plan.compute(inputs, capture)
         seconds = time.perf_counter() - start
         super().__init__(f"{decodes.remark}, prompts in {len(self.plans)} sizes ({seconds:.1f} s)")
