@@ -172,7 +172,7 @@ def test_no_state_lives_outside_objects(tmp_path_factory):
     for path in PACKAGE.rglob("*.py"):
         assert not [node for node in nodes_of(path) if isinstance(node, (ast.Global, ast.Nonlocal))]
     LLM(DEMO, num_kv_blocks=20).close()  # imports the modules that every engine needs
-    for name in ("models.hf", "backends.cpu.onednn", "backends.int8_cache", "sampling.drawing"):
+    for name in ("models.hf", "backends.int8_cache", "sampling.drawing"):
         importlib.import_module(f"nanoengine.{name}")
     before = shared_state()
     assert "nanoengine.models.load.FUSED." in before

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu.onednn import OneDNNLinear
-from nanoengine.backends.cpu.packed_layers import PackedLinear
+from nanoengine.backends.cpu.packed_layers import OneDNNLinear, PackedLinear
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import RMSNorm
 from tests.helpers import ARCHITECTURES, TINY, check_greedy, checkpoint, random_prompts, slow, tokens_of

@@ -81,6 +81,34 @@ class PackedLinear(nn.Module):
         return self.kernels.linear(x, self.packed, self.bias, self.out_features, self.form)
 
 
+class OneDNNLinear(nn.Module):
+    """A linear layer with its bfloat16 weight in oneDNN's layout, for machines without a compiler.
+
+    `nn.Linear` reorders the weight at every call, which takes longer than the product of a small batch.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.bias = layer.bias
+        self.weight = layer.weight.new_empty(0, layer.in_features)  # some models read its dtype
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Return whether the layer was made from this weight, (out, in)."""
+        return torch.equal(self.packed.to_dense(), weight)
+
+    def load_rows(self, first: int, weight: Tensor) -> None:
+        """Replace rows of the weight from `first` on."""
+        whole = self.packed.to_dense()
+        whole[first : first + len(weight)] = weight
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: (T, in) -> (T, out)."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+
 def pack_linear(
     layer: nn.Linear, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0
 ) -> nn.Module:
@@ -91,8 +119,6 @@ def pack_linear(
     if kernels is not None and kernels.can_multiply(weight):
         return PackedLinear(weight, layer.bias, kernels, weight.dtype)
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        from nanoengine.backends.cpu.onednn import OneDNNLinear
-
         return OneDNNLinear(layer)
     return layer
 
