@@ -91,7 +91,7 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
         raise ValueError(f"rope type {rope['rope_type']!r} is not supported; supported: {supported}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
-    if rope.get("original_max_position_embeddings") is None:
+    if rope["rope_type"] in ("llama3", "yarn") and rope.get("original_max_position_embeddings") is None:
         rope["original_max_position_embeddings"] = config.max_position_embeddings
     if rope["rope_type"] == "yarn" and rope.get("factor") is None:
         rope["factor"] = config.max_position_embeddings / rope["original_max_position_embeddings"]

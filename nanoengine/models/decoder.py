@@ -4,13 +4,14 @@ A flat batch goes in, and hidden states come out. There is no padding, no batch 
 Shape letters: T tokens in the batch, E hidden size, H query heads, K key/value heads, D head_dim.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention
@@ -25,48 +26,16 @@ Weights = tuple[Tensor | None, Tensor | None]  # of the norms of Q's and K's hea
 def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     """Return the inverse frequencies, (D / 2,) float32, and the factor that scales cos and sin.
 
-    Sources: RoFormer, https://arxiv.org/abs/2104.09864; position interpolation,
-    https://arxiv.org/abs/2306.15595; YaRN, https://arxiv.org/abs/2309.00071; Llama 3.1's code.
+    transformers computes scaled ones: position interpolation, https://arxiv.org/abs/2306.15595; YaRN,
+    https://arxiv.org/abs/2309.00071; Llama 3.1's. RoPE: https://arxiv.org/abs/2104.09864
     """
-    theta: float = rope["rope_theta"]
+    if (scaled := ROPE_INIT_FUNCTIONS.get(rope["rope_type"])) is not None:
+        fields: dict[str, Any] = {"rope_parameters": rope, "hidden_size": head_dim, "num_attention_heads": 1}
+        config = PreTrainedConfig(max_position_embeddings=1, **fields)  # the rope has its own number
+        return scaled(config, torch.device("cpu"))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
-    inv_freq = 1.0 / theta**exponents
-    original = rope["original_max_position_embeddings"]
-    match rope["rope_type"]:
-        case "linear":
-            return inv_freq / rope["factor"], 1.0
-        case "divided":
-            return inv_freq / torch.tensor(rope["divisors"], device="cpu"), 1.0
-        case "llama3":
-            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-            turns = original * inv_freq / (2 * math.pi)  # rotations over the original context
-            # Interpolate slow dimensions, keep fast ones, and blend those in between.
-            keep = ((turns - low) / (high - low)).clamp(0, 1)
-            return keep * inv_freq + (1 - keep) * inv_freq / rope["factor"], 1.0
-        case "yarn":
-            factor: float = rope["factor"]
-
-            def dimension(num_turns: float) -> float:
-                """Return the (fractional) dimension that rotates num_turns times in the original context."""
-                return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
-
-            low = dimension(rope.get("beta_fast") or 32)
-            high = dimension(rope.get("beta_slow") or 1)
-            if rope.get("truncate", True):
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, head_dim - 1)
-            places = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-            keep = 1 - ((places - low) / max(high - low, 0.001)).clamp(0, 1)
-
-            def mscale(weight: float) -> float:
-                return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-            attention_factor = rope.get("attention_factor")
-            if attention_factor is None:
-                this, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
-                attention_factor = mscale(this) / mscale(all_dims) if this and all_dims else mscale(1)
-            return keep * inv_freq + (1 - keep) * inv_freq / factor, float(attention_factor)
-    return inv_freq, 1.0
+    divisors = torch.tensor(rope.get("divisors", 1.0), device="cpu")
+    return 1.0 / rope["rope_theta"] ** exponents / divisors, 1.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
