@@ -335,8 +335,9 @@ class Request:
         self._unfinished = list(seqs)
         # One entry per prompt token, added chunk by chunk. The first token has no prediction.
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
-        first = [{source.token_ids[0]: Logprob(0.0)}] if source.params.prompt_logprobs is not None else []
-        self._begun = vocabulary.name(first)  # part of a character, before the next entry
+        self._begun = b""  # part of a character, before the next entry
+        if source.params.prompt_logprobs is not None:
+            self._begun = vocabulary.bytes.name_entries([{source.token_ids[0]: Logprob(0.0)}])
         # Outputs share this object and the list above, so they are replaced and never changed.
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.has_shown_prompt = False  # whether an output had the prompt's log-probabilities
@@ -367,7 +368,7 @@ class Request:
         if logprobs:
             new = seq.token_ids[seq.num_prompt_tokens + first :]
             for token_id, entry in zip(new, logprobs, strict=False):  # some entries may be unused
-                sample.begun = self.vocabulary.name([entry], sample.begun)
+                sample.begun = self.vocabulary.bytes.name_entries([entry], sample.begun)
                 sample.logprobs.append(entry)
                 sample.cumulative_logprob += entry[token_id].logprob
         if seq.finish_reason is not None and self.finished:
@@ -381,7 +382,7 @@ class Request:
         """
         first, entries = report
         new = entries[len(self.prompt_logprobs) - first :]
-        self._begun = self.vocabulary.name(new, self._begun)
+        self._begun = self.vocabulary.bytes.name_entries(new, self._begun)
         self.prompt_logprobs = [*self.prompt_logprobs, *new] if new else self.prompt_logprobs
         return any(math.isnan(next(iter(entry.values())).logprob) for entry in new)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from nanoengine.detokenizer import TokenBytes
 from nanoengine.outputs import Logprob
+from nanoengine.token_bytes import TokenBytes
 
 
 class TokenNames(TokenBytes):

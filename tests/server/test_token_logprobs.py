@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanoengine.detokenizer import Vocabulary
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.server.openai_api import ChatRequest, CompletionRequest
 from nanoengine.server.token_logprobs import TokenNames
+from nanoengine.token_bytes import TokenBytes
 from tests.helpers import byte_tokenizer, metaspace_tokenizer
 
 SENTENCE = " Hello world! café 日本 \U0001f600"
@@ -122,10 +122,10 @@ def test_each_token_of_top_logprobs_has_a_name_of_its_own(kind):
 def test_the_texts_of_tokens_joined_are_the_text(size, kind):
     """The token that completes a character has all of it. Other tokens reported with it change nothing."""
     tokenizer, begun, names = TOKENIZERS[kind], b"", []
-    vocabulary, ids = Vocabulary(tokenizer), tokenizer(f"Hello{SENTENCE}", add_special_tokens=False).input_ids
+    tokens, ids = TokenBytes(tokenizer), tokenizer(f"Hello{SENTENCE}", add_special_tokens=False).input_ids
     for i in range(0, len(ids), size):  # entries arrive a few at a time
         entries = [entry_of(one, *({3, 40, 45} - {one})) for one in ids[i : i + size]]
-        begun = vocabulary.name(entries, begun)
+        begun = tokens.name_entries(entries, begun)
         names += [next(iter(entry.values())).decoded_token for entry in entries]
     assert "".join(names).removeprefix(" ") == f"Hello{SENTENCE}"
     assert begun == b""
@@ -134,7 +134,7 @@ def test_the_texts_of_tokens_joined_are_the_text(size, kind):
 
 def test_other_tokens_after_part_of_a_character_complete_it_or_begin_their_own():
     entry = entry_of(0xC3, ord("x"), 0xA9, 0xC4)
-    assert Vocabulary(TOKENIZERS["bytes"]).name([entry], "é".encode()[:1]) == b"\xc3"
+    assert TokenBytes(TOKENIZERS["bytes"]).name_entries([entry], "é".encode()[:1]) == b"\xc3"
     assert [one.decoded_token for one in entry.values()] == ["\ufffd", "x", "é", ""]
 
 
