@@ -2,7 +2,7 @@
 
 import glob
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub import constants, snapshot_download
 
@@ -23,39 +23,33 @@ Wanted = Literal["all", "configs", "tokenizer"]
 
 
 def fetch(model: str, revision: str | None, gguf_file: str | None, wanted: Wanted) -> Path:
-    """Download a hub model or parts of it, or one GGUF file. Return the path, or raise OSError."""
+    """Download a hub model or parts of it, or one GGUF file. Return the path, or raise OSError.
+
+    The weights are the files of the index. Without an index they are model*.safetensors, or else all
+    safetensors files next to config.json.
+    """
+
+    def get(patterns: list[str], ignored: list[str] | None, revision: str | None = revision) -> Path:
+        chosen: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ignored}
+        return Path(snapshot_download(model, revision=revision, **chosen))
+
     try:
         if gguf_file is not None:
-            return _fetch(model, revision, [glob.escape(gguf_file)]) / gguf_file
-        if wanted == "tokenizer":
-            return _fetch(model, revision, TOKENIZERS, OTHER_FOLDERS)
-        return _fetch_model(model, revision, wanted == "all")
+            return get([glob.escape(gguf_file)], None) / gguf_file
+        path = get(TOKENIZERS if wanted == "tokenizer" else CONFIGS, OTHER_FOLDERS)
+        if wanted == "all" and (path / "config.json").is_file():
+            weights = ["model*.safetensors"]
+            if (path / INDEX).is_file():
+                shards = read_json(path / INDEX).get("weight_map")
+                names = {*shards.values()} if isinstance(shards, dict) else set()
+                weights = [glob.escape(name) for name in names]
+            get(weights, ["*/*"], path.name)  # a snapshot's name is its commit
+            if not any(path.glob("*.safetensors")):
+                get(["*.safetensors"], ["*/*"], path.name)
+        return path
     except TimeoutError:  # raised by the handler of a signal
         raise
     except OSError as error:
         at = "" if revision is None else f" at revision {revision!r}"
         places = f"as a directory, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
         raise OSError(f"{model!r}{at} was not found {places}: {error}") from error
-
-
-def _fetch_model(model: str, revision: str | None, with_weights: bool) -> Path:
-    """Download a hub model's configs, its tokenizer and, if requested, its weights: those of its index.
-
-    Without an index they are model*.safetensors, or else all safetensors files next to config.json.
-    """
-    path = _fetch(model, revision, CONFIGS, OTHER_FOLDERS)
-    if not with_weights or not (path / "config.json").is_file():
-        return path
-    weights = ["model*.safetensors"]
-    if (path / INDEX).is_file():
-        shards = read_json(path / INDEX).get("weight_map")
-        names = {*shards.values()} if isinstance(shards, dict) else set()
-        weights = [glob.escape(name) for name in names]
-    _fetch(model, path.name, weights, ["*/*"])  # a snapshot's name is its commit
-    if not any(path.glob("*.safetensors")):
-        _fetch(model, path.name, ["*.safetensors"], ["*/*"])
-    return path
-
-
-def _fetch(model: str, revision: str | None, patterns: list[str], ignored: list[str] | None = None) -> Path:
-    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
