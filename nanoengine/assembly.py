@@ -23,7 +23,7 @@ from nanoengine.checkpoints.checkpoint import open_checkpoint, resolve_dtype
 from nanoengine.config import FILE_FORMATS, EngineConfig, find_named
 from nanoengine.engine import BlockManager, EngineCore, ModelRunner, Scheduler
 from nanoengine.kv_cache_size import choose_sizes, make_caches, trial_batch
-from nanoengine.models.load import describe_weights, digest_weights, load_model
+from nanoengine.models.load import describe_weights, load_model
 from nanoengine.sampling.sampler import CachedRows, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
@@ -135,7 +135,11 @@ def load(opened: Opened, ranks: "Ranks | None", is_draft: bool) -> tuple["Decode
         except torch.OutOfMemoryError as error:
             needed = describe_weights(checkpoint, config, dtype, shard)
             raise ValueError(f"no room on {home} for the weights: {needed}; {error}") from error
-    digest = b"" if config.kv_store is None else digest_weights(model)  # before `prepare` packs them
+    digest = b""
+    if config.kv_store is not None:
+        from nanoengine.extensions.kvstore.connector import digest_weights
+
+        digest = digest_weights(model)  # before `prepare` packs them
     specs = model.kv_specs
     if config.kv_cache_dtype == "int8":
         from nanoengine.backends.int8_cache import in_int8

@@ -3,14 +3,12 @@
 This file loads the models of decoder.py. hf.py loads all other models with transformers' code.
 """
 
-import itertools
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
 from nanoengine.backends.quantization import Quantized, Target, fill_quantized, floats
 from nanoengine.backends.threads import on_all_cores
@@ -215,12 +213,3 @@ def describe_weights(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.
     num_bytes = sum(x.numel() for x in model.parameters()) * dtype.itemsize
     form = " if dequantized to " if checkpoint.quant_method is not None else " in "
     return f"they take {num_bytes / 2**30:.1f} GiB{form}{str(dtype).removeprefix('torch.')}"
-
-
-def digest_weights(model: torch.nn.Module) -> bytes:
-    """Return a hash of all weights with their names, dtypes and shapes."""
-    digest = xxh3_128()
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.digest()

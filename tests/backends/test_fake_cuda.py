@@ -285,7 +285,7 @@ def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(
 
         return call
 
-    monkeypatch.setattr("nanoengine.assembly.digest_weights", lambda model: b"")
+    monkeypatch.setattr(kvstore, "digest_weights", lambda model: b"")
     for name in ("_copy_out", "_write_block"):
         monkeypatch.setattr(kvstore.KVConnector, name, watched(getattr(kvstore.KVConnector, name)))
     groups = [np.zeros(size, np.uint8) for size in [2 * 256 * 2 * 16 * 2] * 2]  # K and V of a layer each

@@ -50,6 +50,15 @@ RETRY_SECONDS = 30.0  # how long a store is not called after a failure
 # ---- entries -------------------------------------------------------------------------------------
 
 
+def digest_weights(model: torch.nn.Module) -> bytes:
+    """Return a hash of all weights with their names, dtypes and shapes."""
+    digest = xxh3_128()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
 def fingerprint_of(weights: Any, hf_config: Any, layout: Any) -> bytes:
     """Return a hash of everything that K and V depend on, except the tokens and the kernels.
 
