@@ -133,7 +133,7 @@ def load(opened: Opened, ranks: "Ranks | None", is_draft: bool) -> tuple["Decode
         try:
             model = load_model(checkpoint, config, Target(dtype, home, pack), length, shard)
         except torch.OutOfMemoryError as error:
-            needed = describe_weights(checkpoint, config, dtype, shard)
+            needed = describe_weights(checkpoint, config, dtype)
             raise ValueError(f"no room on {home} for the weights: {needed}; {error}") from error
     digest = b""
     if config.kv_store is not None:

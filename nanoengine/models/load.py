@@ -199,17 +199,12 @@ def find_quantized(model: Decoder, files: Files, changed: set[str]) -> dict[str,
     return quantized
 
 
-def describe_weights(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, shard: Any) -> str:
-    """Say how much memory the weights take on a device that computes with them in this dtype."""
-    shape: Any = checkpoint.decoder_config if shard is None else shard.config
-    with uninterrupted(), torch.device("meta"):
-        if shape is not None:
-            model: Any = Decoder(shape)
-        else:
-            import transformers
+def describe_weights(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype) -> str:
+    """Say how much memory the weights, or a rank's share, take on a device that computes in this dtype."""
+    from transformers import AutoModelForCausalLM as Auto
 
-            auto: Any = transformers.AutoModelForCausalLM
-            model = auto.from_config(checkpoint.hf_config, trust_remote_code=config.trust_remote_code)
-    num_bytes = sum(x.numel() for x in model.parameters()) * dtype.itemsize
+    with uninterrupted(), torch.device("meta"):
+        model: Any = Auto.from_config(checkpoint.hf_config, trust_remote_code=config.trust_remote_code)
+    num_bytes = sum(x.numel() for x in model.parameters()) * dtype.itemsize / config.tensor_parallel_size
     form = " if dequantized to " if checkpoint.quant_method is not None else " in "
     return f"they take {num_bytes / 2**30:.1f} GiB{form}{str(dtype).removeprefix('torch.')}"
