@@ -6,8 +6,9 @@ Its object serves chat templates and names the special tokens; what encodes and 
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -41,8 +42,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" 
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     is_stated = (path / "tokenizer.json").is_file()
+    load = partial(AutoTokenizer.from_pretrained, path, trust_remote_code=trust_remote_code)
     try:
-        loaded = _load_stated(path, trust_remote_code) if is_stated else _load_auto(path, trust_remote_code)
+        loaded = _load_stated(path, load) if is_stated else load()
         loaded("")  # raise errors of its settings now
         if not loaded.chat_template:
             loaded.chat_template = read_json(path / "chat_template.json", default={}).get("chat_template")
@@ -58,18 +60,14 @@ def load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" 
     return loaded
 
 
-def _load_auto(path: Path, trust_remote_code: bool) -> Any:
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-
-
-def _load_stated(path: Path, trust_remote_code: bool) -> Any:
+def _load_stated(path: Path, load: Callable[[], Any]) -> Any:
     """Return transformers' tokenizer around the one that tokenizer.json describes."""
     backend = Tokenizer.from_file(str(path / "tokenizer.json"))
     backend.no_truncation()
     backend.no_padding()
     loaded: Any = None
     try:
-        loaded = _load_auto(path, trust_remote_code)
+        loaded = load()
     except Exception as error:  # of a class that needs more than the file, for example
         logger.warning("%s: AutoTokenizer fails (%s), tokenizer.json is used", path, error)
     if not isinstance(loaded, PreTrainedTokenizerFast):  # such as mistral-common's
@@ -84,10 +82,8 @@ def _load_stated(path: Path, trust_remote_code: bool) -> Any:
     _set_ends(backend, loaded, settings)
     with suppress(Exception):  # a small vocabulary has no tokens for some texts
         if any(loaded(text).input_ids != backend.encode(text).ids for text in PROBES):
-            name = type(loaded).__name__
-            logger.warning(
-                "%s: tokenizer.json is followed, transformers' %s gives other token ids", path, name
-            )
+            message = "%s: tokenizer.json is followed, transformers' %s gives other token ids"
+            logger.warning(message, path, type(loaded).__name__)
     loaded._tokenizer = backend
     return loaded
 
