@@ -84,32 +84,25 @@ class Detokenizer:
         return self._add(new)
 
     def _add(self, new: str) -> str | None:
-        """Add text. Returns the stop string that it completes."""
-        if not self.params.stop_strings:
+        """Add text, and hold back its end if there are stop strings. Returns the stop string it completes."""
+        params = self.params
+        if not params.stop_strings:
             self.pieces.append(new)
             return None
-        if self.content_of is None:
-            return self._take(new)
-        num_pieces, stop = len(self.pieces), self._take(self.content_of(new))
-        self.pieces[num_pieces:] = [new]
-        return stop
-
-    def _take(self, new: str) -> str | None:
-        """Add text, and hold back its end if there are stop strings. Returns the stop string it completes."""
-        old = len(self.held_back)
-        text = self.held_back + new
-        # A match must end in the new text: an earlier one was already found, or was ignored.
-        stops, min_tokens = self.params.stop_strings, self.params.min_tokens
-        found = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in stops]
-        found = [pair for pair in found if pair[0] >= 0]
-        if found and (self.num_tokens > min_tokens or min_tokens == 0):
-            at, stop = min(found, key=lambda pair: pair[0])
-            self.held_back = text[: at + len(stop) if self.params.include_stop_str_in_output else at]
-            return stop
+        stop: str | None = None
+        old, content = len(self.held_back), new if self.content_of is None else self.content_of(new)
+        text = self.held_back + content
         safe = max(0, len(text) - self.num_held_back)
-        self.pieces.append(text[:safe])
-        self.held_back = text[safe:]
-        return None
+        shown, self.held_back = text[:safe], text[safe:]
+        if self.num_tokens > params.min_tokens or params.min_tokens == 0:
+            # A match must end in the new text: an earlier one was already found, or was ignored.
+            starts = {one: text.find(one, max(0, old - len(one) + 1)) for one in params.stop_strings}
+            stop = min((one for one in starts if starts[one] >= 0), key=starts.__getitem__, default=None)
+            if stop is not None:
+                end = starts[stop] + len(stop) * params.include_stop_str_in_output
+                shown, self.held_back = "", text[:end]
+        self.pieces.append(shown if self.content_of is None else new)
+        return stop
 
     def finish(self) -> None:
         """End the output: emit the text held back, and the whole characters of the pending tokens."""
