@@ -79,9 +79,6 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama yarn rope": ("Llama", {"rope_parameters": YARN}),
     "llama yarn rope with mscale": ("Llama", {"rope_parameters": {**YARN, **MSCALE}}),
     "llama odd sizes": ("Llama", ODD),
-    "qwen3 yarn rope": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN}),
-    "qwen2 linear rope": ("Qwen2", {"rope_parameters": LINEAR}),
-    "mistral llama3 rope": ("Mistral", {"sliding_window": None, "rope_parameters": LLAMA3}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral sliding": ("Mistral", {"sliding_window": 24}),
 }

@@ -20,7 +20,7 @@ NUM_NEW = 18
 
 
 # In PyTorch by default: one of each family, and settings that are computed in a way of their own.
-LIKE_OTHERS = "qwen3 yarn rope", "qwen2 linear rope", "qwen2 tied", "mistral", "mistral llama3 rope"
+LIKE_OTHERS = "qwen2 tied", "mistral"
 IN_PYTORCH = "qwen3", "qwen2 sliding from layer 1", "llama with biases", "llama odd sizes", "mistral sliding"
 
 
