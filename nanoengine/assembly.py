@@ -23,7 +23,7 @@ from nanoengine.checkpoints.checkpoint import open_checkpoint, resolve_dtype
 from nanoengine.config import FILE_FORMATS, EngineConfig, find_named
 from nanoengine.engine import BlockManager, EngineCore, ModelRunner, Scheduler
 from nanoengine.kv_cache_size import choose_sizes, make_caches, trial_batch
-from nanoengine.models.load import describe_weights, load_model
+from nanoengine.models.load import load_model
 from nanoengine.sampling.sampler import CachedRows, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.signals import uninterrupted
@@ -133,6 +133,8 @@ def load(opened: Opened, ranks: "Ranks | None", is_draft: bool) -> tuple["Decode
         try:
             model = load_model(checkpoint, config, Target(dtype, home, pack), length, shard)
         except torch.OutOfMemoryError as error:
+            from nanoengine.models.hf import describe_weights
+
             needed = describe_weights(checkpoint, config, dtype)
             raise ValueError(f"no room on {home} for the weights: {needed}; {error}") from error
     digest = b""

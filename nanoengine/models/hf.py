@@ -406,3 +406,13 @@ def _untie(causal_lm: Any, adapter: Any) -> list[str]:
     if len(tied) == 2 and adapter.unties(tied):
         ends[1].weight = nn.Parameter(ends[1].weight.clone(), requires_grad=False)
     return tied
+
+
+def describe_weights(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype) -> str:
+    """Say how much memory the weights, or a rank's share, take on a device that computes in this dtype."""
+    auto: Any = AutoModelForCausalLM
+    with uninterrupted(), torch.device("meta"):
+        model = auto.from_config(checkpoint.hf_config, trust_remote_code=config.trust_remote_code)
+    num_bytes = sum(x.numel() for x in model.parameters()) * dtype.itemsize / config.tensor_parallel_size
+    form = " if dequantized to " if checkpoint.quant_method is not None else " in "
+    return f"they take {num_bytes / 2**30:.1f} GiB{form}{str(dtype).removeprefix('torch.')}"

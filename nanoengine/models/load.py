@@ -197,14 +197,3 @@ def find_quantized(model: Decoder, files: Files, changed: set[str]) -> dict[str,
     for path in quantized:
         model.get_submodule(path).register_parameter("weight", None)
     return quantized
-
-
-def describe_weights(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype) -> str:
-    """Say how much memory the weights, or a rank's share, take on a device that computes in this dtype."""
-    from transformers import AutoModelForCausalLM as Auto
-
-    with uninterrupted(), torch.device("meta"):
-        model: Any = Auto.from_config(checkpoint.hf_config, trust_remote_code=config.trust_remote_code)
-    num_bytes = sum(x.numel() for x in model.parameters()) * dtype.itemsize / config.tensor_parallel_size
-    form = " if dequantized to " if checkpoint.quant_method is not None else " in "
-    return f"they take {num_bytes / 2**30:.1f} GiB{form}{str(dtype).removeprefix('torch.')}"
