@@ -37,7 +37,7 @@ from nanoengine.engine import BY_ORDER
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.server.app import make_app
 from nanoengine.server.lifecycle import CLOSE_SECONDS, Server
-from nanoengine.server.openai_api import ChatRequest, CompletionRequest
+from nanoengine.server.openai_api import ChatRequest, CompletionRequest, Progress
 from nanoengine.server.service import Service
 from nanoengine.server.token_logprobs import TokenNames
 from tests.bottle import CLIENT_SECONDS, Broken, Injected, Loop, Pipe, demo, virtual
@@ -107,7 +107,9 @@ def truth(index: int) -> tuple[list[dict[str, Any]], int, int]:
     body: Any = (ChatRequest if "chat" in path else CompletionRequest)(**fields)
     params = body.params(demo().default_sampling_params(), None)
     prompts = body.prompts(tokenizer, engine.checker.encode)
-    params = body.fit(params, prompts, choose_formats(tokenizer, "auto", "auto"))
+    new_parser = None
+    if isinstance(body, ChatRequest):
+        params, new_parser = body.fit(params, prompts[0]["prompt"], choose_formats(tokenizer, "auto", "auto"))
     choices, num_prompt, num_new = [], 0, 0
     for number, prompt in enumerate(prompts):
         engine.add_request("x", prompt, params)
@@ -118,7 +120,8 @@ def truth(index: int) -> tuple[list[dict[str, Any]], int, int]:
         for one in outputs[-1].outputs:
             num_new += len(one.token_ids)
             place = number * params.n + one.index
-            choices.append(plain(body.choice(place, one, outputs[-1], TokenNames(tokenizer))))
+            progress = Progress(place, new_parser and new_parser())
+            choices.append(plain(body.choice(progress, one, outputs[-1], TokenNames(tokenizer))))
     engine.close()
     return choices, num_prompt, num_new
 

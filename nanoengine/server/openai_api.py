@@ -12,8 +12,8 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields, replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pydantic_core
@@ -195,6 +195,26 @@ def with_arguments_read(message: dict[str, Any], unread: list[str], is_wrapped: 
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
+NewParser = Callable[[], AnswerParser]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Records how much of a sample was sent."""
+
+    index: int  # of the choice
+    parser: AnswerParser | None = None  # None: the whole text is content
+    has_begun: bool = False
+    num_chars: int = 0  # of the text, where log-probabilities say where tokens begin
+
+    def num_reasoning_tokens(self, tokens: TokenNames) -> int:
+        """Return how many tokens of a finished sample are in its reasoning and the tag before it."""
+        if self.parser is None or not self.parser.thought_end:
+            return 0
+        begins = tokens.offsets(self.parser.token_ids, 0, self.parser.params.skip_special_tokens)
+        return bisect_left(begins, self.parser.thought_end)
+
+
 class StreamOptions(BaseModel, extra="forbid", strict=True):
     """Chooses what a stream holds in addition to the answer."""
 
@@ -212,24 +232,13 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     stream_options: StreamOptions | None = None
     logit_bias: Any = None
     response_format: dict[str, Any] | None = None
-    prompt_logprobs: int | None = None  # this field and the following ones are vLLM's
+    prompt_logprobs: int | None = Field(None, ge=0)  # this field and the following ones are vLLM's
     priority: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # logprobs show "token_id:17" in place of a token's text
     add_special_tokens: bool | None = None
     request_id: str | None = Field(None, max_length=200)  # part of the answer's id, in each piece of a stream
     _structured_field: str = PrivateAttr("structured_outputs")  # the field that asks for these
-    _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)
-
-    @property
-    def new_parser(self) -> Callable[[], AnswerParser] | None:
-        """Makes the parser of a sample, known after `fit`. None: the whole text is content."""
-        return self._new_parser
-
-    @cached_property  # not a private attribute, which takes microseconds to read, for each token
-    def sent(self) -> dict[int, int]:
-        """The length of the text that was sent, by the sample's index."""
-        return {}
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """Return the request's SamplingParams. `own` holds those that each API spells in its own way."""
@@ -249,9 +258,6 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
             form = given.get("structured_outputs")
             if isinstance(form, dict) and form.keys() & {"json", "json_object"}:
                 given.pop("stop", None)  # JSON ends by its grammar, and any text may be a part of it
-            for name in ("logprobs", "prompt_logprobs"):  # the engine checks the upper limit
-                if (given.get(name) or 0) < 0:
-                    raise ValueError(f"{name} must be at least 0, got {given[name]}")
             for name in ("stop", "bad_words"):
                 if isinstance(given.get(name), list) and len(given[name]) > MAX_STRINGS:
                     raise ValueError(f"{name} must hold at most {MAX_STRINGS} strings")
@@ -296,18 +302,21 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         """Return the name of a token in reported log-probabilities."""
         return f"token_id:{token_id}" if self.return_tokens_as_token_ids else text
 
-    def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
+    def common(
+        self, progress: Progress, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
         """Return the fields of a choice that both APIs have. The prompt's ids are in the first piece only."""
         reason, stop_reason = completion.finish_reason, completion.stop_reason
         choice: dict[str, Any] = {"finish_reason": reason, "stop_reason": stop_reason}
         if self.return_token_ids:
             choice["token_ids"] = completion.token_ids
-            choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+            choice["prompt_token_ids"] = None if progress.has_begun else output.prompt_token_ids
         if self.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [
                 entry and {str(token_id): asdict(clamped(one)) for token_id, one in entry.items()}
                 for entry in output.prompt_logprobs or []
             ]
+        progress.has_begun = True
         return choice
 
 
@@ -320,7 +329,7 @@ class CompletionRequest(GenerationRequest):
     kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, piece of a stream
     prompt: Any  # a string, a list of strings, token ids, or a list of lists of token ids
     max_tokens: int | None = None
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
@@ -354,19 +363,14 @@ class CompletionRequest(GenerationRequest):
                     prompts[i] = {"prompt": one, "prompt_token_ids": token_ids}
         return prompts
 
-    def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
-        """Return the parameters unchanged. `ChatRequest.fit` adapts them to tools and reasoning."""
-        return params
-
     def choice(
-        self, index: int, completion: CompletionOutput, output: RequestOutput, tokens: TokenNames
+        self, progress: Progress, completion: CompletionOutput, output: RequestOutput, tokens: TokenNames
     ) -> dict[str, Any]:
         """Return a sample, or its next piece."""
-        text, is_first, start = completion.text, index not in self.sent, self.sent.get(index, 0)
-        logprobs, self.sent[index] = None, start
+        text, start, logprobs = completion.text, progress.num_chars, None
         reported: list[tuple[int, dict[int, Logprob] | None]] = []
         offsets: list[int] = []
-        if self.echo and is_first:
+        if self.echo and not progress.has_begun:
             ids = output.prompt_token_ids
             prompt = tokens.tokenizer.decode(ids) if output.prompt is None else output.prompt
             text, start = prompt + text, len(prompt)
@@ -376,19 +380,15 @@ class CompletionRequest(GenerationRequest):
             reported += zip(completion.token_ids, completion.logprobs or [], strict=False)
             skips = (self.model_extra or {}).get("skip_special_tokens") is not False
             offsets += tokens.offsets((one for one, _ in reported[len(offsets) :]), start, skips)
-            self.sent[index] = offsets.pop()
+            progress.num_chars = offsets.pop()
             logprobs = {
                 "tokens": [self.token_name(one, tokens.name(one)) for one, _ in reported],
                 "token_logprobs": [entry and clamped(entry[token]).logprob for token, entry in reported],
                 "top_logprobs": [entry and self.top_logprobs(entry, tokens) for _, entry in reported],
                 "text_offset": offsets,
             }
-        choice = {"index": index, "text": text, "logprobs": logprobs}
-        return choice | self.common(completion, output, is_first)
-
-    def num_reasoning_tokens(self, index: int, tokens: TokenNames) -> int:
-        """Return 0: a completion has no reasoning."""
-        return 0
+        choice = {"index": progress.index, "text": text, "logprobs": logprobs}
+        return choice | self.common(progress, completion, output)
 
     def top_logprobs(self, entry: dict[int, Logprob], tokens: TokenNames) -> dict[str, float]:
         """Return the tokens reported for one position, by their names."""
@@ -418,7 +418,7 @@ class ChatRequest(Conversation, GenerationRequest):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0)
     parallel_tool_calls: bool | None = None
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
@@ -437,10 +437,12 @@ class ChatRequest(Conversation, GenerationRequest):
             prompt["prompt_token_ids"] = encode(prompt["prompt"], True)
         return [prompt]
 
-    def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
-        """Adapt the parameters to the model's format of tool calls and reasoning, and to required calls."""
+    def fit(
+        self, params: SamplingParams, prompt: str, formats: Formats
+    ) -> tuple[SamplingParams, NewParser | None]:
+        """Return the parameters for the model's formats and for required calls, and a sample's new parser."""
         choice = ToolChoice.read(self.tools, self.tool_choice)
-        prompt, is_one = prompts[0]["prompt"], self.parallel_tool_calls is False
+        is_one, new_parser = self.parallel_tool_calls is False, None
         said = str(self.messages[-1].get("content") or "") if self.messages else ""
         if self.continue_final_message and said and formats.template is None:
             start = said.rfind("<think>")
@@ -451,7 +453,7 @@ class ChatRequest(Conversation, GenerationRequest):
             tools, forced = choice.tools if choice.shown else [], choice.max_required > 0 or is_both
             if formats.keeps_special_tokens:
                 params = replace(params, skip_special_tokens=False)
-            self._new_parser = partial(
+            new_parser = partial(
                 AnswerParser,
                 *(formats, prompt, tools, forced),
                 is_structured=params.structured_outputs is not None and not forced,
@@ -462,15 +464,10 @@ class ChatRequest(Conversation, GenerationRequest):
         if choice.max_required or params.structured_outputs is None:
             self._structured_field = "tools"
         constrained = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
-        return replace(params, structured_outputs=constrained)
-
-    @cached_property
-    def parsers(self) -> dict[int, AnswerParser | None]:
-        """The parsers of the samples, by their indices."""
-        return {}
+        return replace(params, structured_outputs=constrained), new_parser
 
     def choice(
-        self, index: int, completion: CompletionOutput, output: RequestOutput, tokens: TokenNames
+        self, progress: Progress, completion: CompletionOutput, output: RequestOutput, tokens: TokenNames
     ) -> dict[str, Any]:
         """Return a sample, or its next piece."""
         logprobs = None
@@ -483,24 +480,14 @@ class ChatRequest(Conversation, GenerationRequest):
                 for token_id, entry in entries
             ]
             logprobs = {"content": content}
-        is_first, is_stream, message = index not in self.sent, bool(self.stream), dict[str, Any]()
-        if is_first:
-            self.sent[index], message["role"] = 0, "assistant"
-            self.parsers[index] = self._new_parser and self._new_parser()
-        parser = self.parsers[index]
+        parser, is_stream = progress.parser, bool(self.stream)
+        message: dict[str, Any] = {} if progress.has_begun else {"role": "assistant"}
         message |= parser.message(completion, is_stream) if parser else {"content": completion.text}
-        common = self.common(completion, output, is_first)
+        common = self.common(progress, completion, output)
         if completion.finish_reason == "stop" and parser and parser.num_calls:
             common["finish_reason"] = "tool_calls"
-        return {"index": index, "delta" if is_stream else "message": message, "logprobs": logprobs, **common}
-
-    def num_reasoning_tokens(self, index: int, tokens: TokenNames) -> int:
-        """Return how many tokens of a finished sample are in its reasoning and the tag before it."""
-        parser = self.parsers[index]
-        if parser is None or not parser.thought_end:
-            return 0
-        begins = tokens.offsets(parser.token_ids, 0, parser.params.skip_special_tokens)
-        return bisect_left(begins, parser.thought_end)
+        named = {"delta" if is_stream else "message": message}
+        return {"index": progress.index, **named, "logprobs": logprobs, **common}
 
     def _token(self, token_id: int, logprob: Logprob, tokens: TokenNames) -> dict[str, Any]:
         text = logprob.decoded_token  # none of a character that the next token completes

@@ -33,6 +33,7 @@ from nanoengine.server.openai_api import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Progress,
     StreamOptions,
     TokenizeRequest,
     pieces_of,
@@ -236,9 +237,11 @@ class Service:
         with refusing(body, body.source):
             try:
                 prompts = body.prompts(self.checkpoint.tokenizer, engine.checker.encoder_for(params))
-                params = body.fit(params, prompts, self.formats)
+                new_parser = None
+                if isinstance(body, ChatRequest):
+                    params, new_parser = body.fit(params, prompts[0]["prompt"], self.formats)
                 checked = [engine.check(one, params, body.priority or 0) for one in prompts]
-                return [one._replace(new_parser=body.new_parser) for one in checked]
+                return [one._replace(new_parser=new_parser) for one in checked]
             except RuntimeError as error:  # the engine is closed
                 raise unavailable(str(error)) from None
             except PromptTooLongError as error:
@@ -249,6 +252,8 @@ class Service:
         generate, prompts, n = self.engine.generate, enumerate(checked), checked[0].params.n
         streams = [generate(one, one.params, f"{ticket.id}-{index}") for index, one in prompts]
         num_cached = [0] * len(checked)
+        new_parser = checked[0].new_parser
+        samples = [Progress(i, new_parser and new_parser()) for i in range(len(checked) * n)]
         try:
             async with aclosing(merged(streams)) as outputs:
                 async for number, output in outputs:
@@ -264,10 +269,10 @@ class Service:
                         if body.is_echo_alone:
                             completion = replace(completion, text="", token_ids=[], finish_reason="length")
                         ticket.completion_tokens += len(completion.token_ids)
-                        index = number * n + completion.index
-                        choice = body.choice(index, completion, output, self.tokens)
+                        sample = samples[number * n + completion.index]
+                        choice = body.choice(sample, completion, output, self.tokens)
                         if completion.finish_reason is not None:
-                            ticket.reasoning_tokens += body.num_reasoning_tokens(index, self.tokens)
+                            ticket.reasoning_tokens += sample.num_reasoning_tokens(self.tokens)
                         yield choice
         except RuntimeError as error:
             if self.engine.is_running:

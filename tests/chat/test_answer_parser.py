@@ -670,5 +670,5 @@ def test_every_spelling_of_structured_outputs_is_read(fields, expected):
 )
 def test_special_tokens_stay_in_the_text_if_they_are_tags(calls, reasoning, special, tools, keeps):
     request = ChatRequest(messages=[], tools=tools)
-    params = request.fit(SamplingParams(), [{"prompt": ""}], Formats(calls, reasoning, None, special))
+    params, _ = request.fit(SamplingParams(), "", Formats(calls, reasoning, None, special))
     assert params.skip_special_tokens is not keeps

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoengine.server.openai_api import ChatRequest, CompletionRequest
+from nanoengine.server.openai_api import ChatRequest, CompletionRequest, Progress
 from nanoengine.server.token_logprobs import TokenNames
 from nanoengine.token_bytes import TokenBytes
 from tests.helpers import byte_tokenizer, metaspace_tokenizer
@@ -45,12 +45,13 @@ def entry_of(token_id, *others):
 
 def choices_of(body, tokenizer, prompt, said, size):
     """Return the pieces of an answer, which has `size` tokens per piece."""
-    tokens, ids = TokenNames(tokenizer), tokenizer(prompt).input_ids
+    tokens, ids, progress = TokenNames(tokenizer), tokenizer(prompt).input_ids, Progress(0)
     entries = [None, *(entry_of(one) for one in ids[1:])]
     for i in range(0, len(said), size):
         new = said[i : i + size]
         completion = CompletionOutput(0, "", new, logprobs=[entry_of(one) for one in new])
-        yield body.choice(0, completion, RequestOutput("r", prompt, ids, [], False, 0, entries), tokens)
+        output = RequestOutput("r", prompt, ids, [], False, 0, entries)
+        yield body.choice(progress, completion, output, tokens)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
