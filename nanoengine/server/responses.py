@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from nanoengine.chat.call_arguments import listed
 from nanoengine.server.keys_and_limits import Ticket
 from nanoengine.server.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing, sampling_fields
 from nanoengine.server.service import Choices, EventStream, event
@@ -24,8 +25,6 @@ from nanoengine.unknown_arguments import without_unserved
 SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
 # A developer's messages are the system's where a template knows no developer (templates.py).
 ROLES = {"user": "user", "assistant": "assistant", "system": "developer", "developer": "developer"}
-
-TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")  # types of a message's parts
 
 
 class InputChat(ChatRequest):
@@ -40,7 +39,7 @@ class ResponsesRequest(BaseModel, extra="allow", strict=True):
     model: str | None = None
     input: Any  # text, or a list of messages, function calls and their outputs
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
     temperature: Any = None
     top_p: Any = None
     stream: bool | None = None
@@ -56,23 +55,18 @@ class ResponsesRequest(BaseModel, extra="allow", strict=True):
         extra = self.model_extra or {}
         if extra.get("include") == ["reasoning.encrypted_content"]:  # agents ask for it, and go on without
             del extra["include"]
-        sampling = sampling_fields(self, SERVED)
-        if self.max_output_tokens is not None and self.max_output_tokens < 1:
-            message = f"max_output_tokens must be at least 1, got {self.max_output_tokens}"
-            raise APIError(400, message, param="max_output_tokens")
+        sampling, summaries = sampling_fields(self, SERVED), ("summary", "generate_summary")
         with refusing(self, "text"):
             form = without_unserved("text", self.text or {}, ("format",)).get("format")
             if not isinstance(form, dict | None):
                 raise TypeError(f"text.format must be an object, got {form!r:.80}")
+        with refusing(self, "reasoning"):
+            effort = without_unserved("reasoning", self.reasoning or {}, ("effort",), summaries).get("effort")
+        with refusing(self, "input"):  # messages about tools begin with that name
+            tools = [chat_tool(tool) for tool in of_type("function", self.tools)]
+            messages = [] if self.input == [] and self.instructions else messages_of(self.input)
         if form is not None and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
-        with refusing(self, "reasoning"):
-            summaries = "summary", "generate_summary"
-            effort = without_unserved("reasoning", self.reasoning or {}, ("effort",), summaries).get("effort")
-        with refusing(self, "tools"):
-            tools = [chat_tool(tool) for tool in of_type("function", self.tools)]
-        with refusing(self, "input"):
-            messages = [] if self.input == [] and self.instructions else messages_of(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         same = {"model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls"}
@@ -128,7 +122,7 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
                 messages.append({"role": ROLES[role], "content": content, **thought})
                 thought = {}
             case {"type": "reasoning"}:
-                text = "".join(text_of(where, part)["text"] for part in item.get("content") or [])
+                text = "".join(texts_of(where, listed(item.get("content") or [])))
                 # The name is a variable of templates such as Qwen 3's.
                 thought = {"reasoning_content": text} if text else {}
             case _:
@@ -140,16 +134,19 @@ def content_of(where: str, given: Any) -> str | list[dict[str, str]]:
     """Convert a message's content, or a function's output, to the chat API's format."""
     if isinstance(given, str):
         return given
-    return [text_of(where, part) for part in (given if isinstance(given, list) else [given])]
+    return [{"type": "text", "text": text} for text in texts_of(where, listed(given))]
 
 
-def text_of(where: str, part: Any) -> dict[str, str]:
-    """Convert one part of a message's content to the chat API's format."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-    if not isinstance(text, str) or kind not in TEXTS:
-        raise ValueError(f"{where} must be text or hold parts of type input_text, got {part!r:.80}")
-    return {"type": "text", "text": text}
+def texts_of(where: str, parts: list[Any]) -> Iterator[str]:
+    """Yield the texts of a message's parts."""
+    for part in parts:
+        match part:
+            case {"type": "input_text" | "output_text" | "text" | "reasoning_text", "text": str(text)}:
+                yield text
+            case {"type": "refusal", "refusal": str(text)}:
+                yield text
+            case _:
+                raise ValueError(f"{where} must be text or hold parts of type input_text, got {part!r:.80}")
 
 
 THOUGHT, MESSAGE = {"type": "reasoning", "summary": []}, {"type": "message", "role": "assistant"}

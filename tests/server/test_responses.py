@@ -156,7 +156,7 @@ def test_noop_values_are_accepted(client):
         ({"text": {"format": 5}}, "text", "text.format must be an object, got 5"),
         ({"store": True}, "store", "store=True is not supported"),
         ({"top_kk": 5}, "top_kk", "has no argument 'top_kk'; did you mean 'top_k'"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"max_output_tokens": "9"}, "max_output_tokens", "valid integer"),
         ({"temperature": -1}, "temperature", r"temperature must be a number in \[0"),
         ({"model": "gpt-9"}, "model", "does not exist"),
