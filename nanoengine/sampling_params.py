@@ -242,7 +242,6 @@ class SamplingParams:
     edits_logits: bool = field(init=False, repr=False, compare=False)  # before temperature and filters
     penalizes: bool = field(init=False, repr=False, compare=False)  # tokens that occurred before
     biases_or_bans: bool = field(init=False, repr=False, compare=False)  # some tokens
-    filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p or min_p has an effect
     edits: Any = field(init=False, repr=False, compare=False, default=None)  # arrays of penalties.py, if made
 
     def __post_init__(self) -> None:
@@ -298,7 +297,6 @@ class SamplingParams:
         edits = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
         checked["penalizes"], checked["biases_or_bans"] = penalties != (0, 0, 1), bool(edits)
         checked["edits_logits"] = checked["penalizes"] or checked["biases_or_bans"]
-        checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         for name, value in checked.items():  # the values in plain types, and the derived fields
             setattr(self, name, value)
 
