@@ -23,18 +23,14 @@ SPACED = {"whitespace_pattern": r" ?|\n {0,40}"}
 def required_calls(formats: Formats, tools: Tools, many: bool, answer: Any = None) -> str:
     """Return the grammar of one call of these tools, of several if `many`, or of JSON that fits `answer`."""
     kind = TOOL_FORMATS[formats.forced_tools]
-    if answer is not None and not kind.begin:
+    if not kind.begin:
         return f"start: {as_json(call_schema(tools, kind.arguments, answer), AS_TRAINED)}"
+    call = as_json(call_schema(tools, kind.arguments), AS_TRAINED)
+    begin, end = (literal(text, formats.special_tokens) for text in (kind.begin, kind.end))
+    more = ' ("\\n" one)*' if many else ""
+    start = f"start: one{more}{'' if answer is None else ' | answer'}"
     rules = [] if answer is None else [f"answer: %json {json.dumps(answer)}"]
-    for i, tool in enumerate(tools):
-        head = json.dumps({"name": tool["function"]["name"], kind.arguments: 0}).removesuffix("0}")
-        rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}')}")
-        # The schema is a grammar of its own, so that its references resolve.
-        rules.append(f"arguments_{i}: {as_json(parameters_of(tool), AS_TRAINED)}")
-    begin, end = (literal(text, formats.special_tokens) for text in (kind.begin or "", kind.end))
-    rules.append("one: " + begin + " (" + " | ".join(f"call_{i}" for i in range(len(tools))) + ") " + end)
-    more = ' ("\\n" one)*' if many and kind.begin else ""
-    return "\n".join((f"start: one{more}{'' if answer is None else ' | answer'}", *rules))
+    return "\n".join((start, f"one: {begin} {call} {end}", *rules))
 
 
 def as_json(schema: dict[str, Any], style: dict[str, Any]) -> str:
