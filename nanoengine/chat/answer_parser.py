@@ -2,7 +2,7 @@
 
 The tags come from the tokenizer (`response_template`, transformers 5.13 and later), or else from the tables
 below, by a mark in the chat template. `AnswerParser` splits the text as it arrives, and text that does not
-parse stays text. Grammars enforce required calls and strict tools (call_grammars.py).
+parse stays text. Grammars enforce required calls and strict tools (tool_choice.py).
 
 Sources: the chat templates of the models that each row names; transformers/utils/chat_parsing.
 """

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 
 from nanoengine.chat.answer_parser import TOOL_FORMATS, AnswerParser, Formats, choose_formats
-from nanoengine.chat.call_grammars import required_calls, strict_calls
-from nanoengine.chat.tool_choice import ToolChoice
+from nanoengine.chat.tool_choice import ToolChoice, required_calls, strict_calls
 from nanoengine.extensions.structured.token_masks import Grammars
 from nanoengine.sampling_params import StructuredOutputsParams
 from tests.chat.test_answer_parser import ADD, function_of
