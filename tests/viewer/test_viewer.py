@@ -157,25 +157,16 @@ def test_the_page_shows_the_right_owners_forwards_and_backwards(open_page):
     check(browser, 1)
     enabled = {name: browser.find_element(By.ID, name).is_enabled() for name in ("event", "hit", "eviction")}
     assert enabled == {"event": True, "hit": False, "eviction": True}  # the only hit is in step 1
-    press(browser, "e")
-    check(browser, 4)
-    assert not browser.find_element(By.ID, "eviction").is_enabled()
-    press(browser, "p")
-    check(browser, 4)
-    press(browser, Keys.HOME)
-    press(browser, Keys.ARROW_RIGHT)
-    check(browser, 2)
-    browser.find_element(By.ID, "forward").click()
-    browser.find_element(By.ID, "event").click()
-    check(browser, 4)
-    assert not browser.find_element(By.ID, "forward").is_enabled()
-    press(browser, Keys.ARROW_LEFT)
-    press(browser, Keys.ARROW_LEFT)
-    check(browser, 2)
-    browser.find_element(By.ID, "back").click()
-    check(browser, 1)
-    press(browser, Keys.END)
-    check(browser, 4)
+    keys = [("e", 4), ("p", 4), (Keys.HOME, 1), (Keys.ARROW_RIGHT, 2), ("forward", 3), ("event", 4)]
+    keys += [(Keys.ARROW_LEFT, 3), (Keys.ARROW_LEFT, 2), ("back", 1), (Keys.END, 4)]
+    for key, number in keys:
+        if len(key) == 1:
+            press(browser, key)
+        else:
+            browser.find_element(By.ID, key).click()
+        if number in STEPS:
+            check(browser, number)
+    assert not any(browser.find_element(By.ID, name).is_enabled() for name in ("eviction", "forward"))
 
 
 def test_the_page_plays_to_the_end_and_stops(open_page):
