@@ -379,22 +379,17 @@ class CompletionRequest(GenerationRequest):
         if self.logprobs is not None:
             reported += zip(completion.token_ids, completion.logprobs or [], strict=False)
             skips = (self.model_extra or {}).get("skip_special_tokens") is not False
+            by_id = bool(self.return_tokens_as_token_ids)
             offsets += tokens.offsets((one for one, _ in reported[len(offsets) :]), start, skips)
             progress.num_chars = offsets.pop()
             logprobs = {
                 "tokens": [self.token_name(one, tokens.name(one)) for one, _ in reported],
                 "token_logprobs": [entry and clamped(entry[token]).logprob for token, entry in reported],
-                "top_logprobs": [entry and self.top_logprobs(entry, tokens) for _, entry in reported],
+                "top_logprobs": [entry and tokens.names(entry, by_id) for _, entry in reported],
                 "text_offset": offsets,
             }
         choice = {"index": progress.index, "text": text, "logprobs": logprobs}
         return choice | self.common(progress, completion, output)
-
-    def top_logprobs(self, entry: dict[int, Logprob], tokens: TokenNames) -> dict[str, float]:
-        """Return the tokens reported for one position, by their names."""
-        if self.return_tokens_as_token_ids:
-            return {f"token_id:{token_id}": one.logprob for token_id, one in best_first(entry)}
-        return tokens.names(entry)
 
 
 def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:

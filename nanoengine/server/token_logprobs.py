@@ -18,12 +18,12 @@ class TokenNames(TokenBytes):
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self[token_id])
 
-    def names(self, entry: dict[int, Logprob]) -> dict[str, float]:
+    def names(self, entry: dict[int, Logprob], by_id: bool = False) -> dict[str, float]:
         """Return the tokens reported for one position. Of those with the same name, one keeps it."""
         named: dict[str, float] = {}
         for token_id, one in best_first(entry):
             name = self.name(token_id)
-            named[f"token_id:{token_id}" if name in named else name] = one.logprob
+            named[f"token_id:{token_id}" if by_id or name in named else name] = one.logprob
         return named
 
     def offsets(self, token_ids: Iterable[int], start: int, skip_special_tokens: bool) -> list[int]:
