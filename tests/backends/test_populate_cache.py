@@ -112,6 +112,15 @@ def test_the_thread_ends_without_its_engine_and_holds_none_of_its_tensors(monkey
     assert len(areas) == 1
 
 
+def test_no_thread_starts_at_interpreter_shutdown(forward):
+    """It would never run, and `Thread.start` would wait for it."""
+    (at_exit,) = (one for one in weakref.finalize._registry if (one.peek() or [None])[0] is forward)
+    assert at_exit.atexit
+    at_exit()
+    forward.look_ahead(True)
+    assert forward._thread.ident is None
+
+
 def test_an_engine_populates_while_it_is_idle_and_gives_the_memory_back():
     llm = LLM("demo", kv_cache_bytes=64 << 20, max_num_batched_tokens=AHEAD * 32)
     forward = llm.llm_engine.runner.forward

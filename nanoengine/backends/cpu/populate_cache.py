@@ -48,7 +48,8 @@ class PopulatingForward(Forward):
         """Start the thread if half of the blocks populated in advance are in use; if idle, any of them."""
         num_used = self._highest - self._planned_for
         is_due = num_used >= (1 if is_idle else self._max_blocks / 2)
-        if is_due and self._memory and not self._thread.is_alive():
+        # At interpreter shutdown `_closed` is set, and a thread that starts then would wait forever
+        if is_due and not self._closed.is_set() and self._memory and not self._thread.is_alive():
             self._planned_for = self._highest
             # The thread refers to no tensor: if it freed one during interpreter shutdown, PyTorch would abort
             areas = [(x.data_ptr(), x[0].nbytes) for x in self._memory]
