@@ -127,8 +127,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         mailbox = _Mailbox(asyncio.get_running_loop(), self._outgoing)
         checked = prompt
         if not isinstance(prompt, CheckedRequest):
-            if self._closed:
-                raise RuntimeError("the engine is closed")
+            self._check_running()
             if sampling_params is None:
                 sampling_params = self.llm_engine.checkpoint.default_sampling_params()
             # A copy, because the caller may change the params during the wait below. The logits processors
@@ -177,6 +176,11 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """Whether requests are served: the engine is not closed, and its thread is alive."""
         return not self._closed and self._thread.is_alive()
 
+    def _check_running(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        self.llm_engine.check_ready()
+
     def close(self) -> None:
         """Abort every request, stop the thread and release the memory. A second call is a no-op."""
         with uninterrupted(), self._lock:
@@ -224,8 +228,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     def _send(self, command: Callable[[], None]) -> None:
         # The lock ensures that no command is queued after the end mark, where it would never run.
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the engine is closed")
+            self._check_running()
             self._commands.put(command)
 
     # -- in the engine's thread

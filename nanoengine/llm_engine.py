@@ -109,13 +109,15 @@ class LLMEngine:
     @uninterrupted()
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
         """Validate a request without changing anything. Raises what `RequestChecker.check` raises."""
-        self._check_ready()
+        self.check_ready()
         checked = self.checker.check(prompt, params, priority)
         return checked._replace(processors=tuple(self._processors_of(checked)))
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raise RuntimeError if the engine is closed, or if this process is a fork of its own."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
+        self._owner.check_process()
 
     def _processors_of(self, checked: CheckedRequest) -> Iterator[Callable[[], Any]]:
         """Yield a factory per logits processor of a sample: the request's, the engine's, the grammar's."""
@@ -169,7 +171,7 @@ class LLMEngine:
     def submit(self, request_id: Any, checked: CheckedRequest, inbox: Any) -> None:
         """Queue a checked request. `add_request` documents `inbox`."""
         self._owner.claim()
-        self._check_ready()  # the engine may have been closed since the check
+        self.check_ready()  # the engine may have been closed since the check
         params = checked.params
         seqs = [
             Sequence(
@@ -293,7 +295,7 @@ class LLMEngine:
                 engine's weights cannot be replaced. Nothing was changed.
             RuntimeError: there are unfinished requests.
         """
-        self._check_ready()
+        self.check_ready()
         if self.has_unfinished_requests():
             raise RuntimeError("there are unfinished requests: finish or abort them first")
         if self._reloader is None:

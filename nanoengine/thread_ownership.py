@@ -16,11 +16,15 @@ class Owner:
         self._lock = threading.RLock()  # reentrant: a signal handler may call `claim` too
         self._thread: threading.Thread | None = None
 
-    def claim(self) -> None:
-        """Reserve the engine for the calling thread. Raises RuntimeError if it belongs to another one."""
+    def check_process(self) -> None:
+        """Raise RuntimeError in a fork of the engine's process."""
         if os.getpid() != self._process:
             reason = f"the engine belongs to process {self._process}, and this is a fork of it."
             raise RuntimeError(f'{reason} Create an engine here, or start processes with "spawn"')
+
+    def claim(self) -> None:
+        """Reserve the engine for the calling thread. Raises RuntimeError if it belongs to another one."""
+        self.check_process()
         caller = threading.current_thread()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():

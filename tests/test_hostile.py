@@ -1,5 +1,6 @@
 """Hostile requests, signals and threads: none of them may change another request's answer."""
 
+import asyncio
 import io
 import os
 import random
@@ -11,7 +12,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
 from nanoengine.cli import chat
 from nanoengine.detokenizer import MAX_PENDING, Detokenizer
@@ -246,17 +247,29 @@ def test_characters_among_invalid_bytes_are_kept():
         assert detokenizer.text == tokenizer.decode([*ids, 65])
 
 
-def test_fork_cannot_use_the_engine(babbler):
+def answer_of(engine):
+    """Return the engine's answer to "a"."""
+    if isinstance(engine, LLM):
+        return answers(engine.generate("a", SEEDED, use_tqdm=False))
+
+    async def generate():
+        return answers([[output async for output in engine.generate("a", SEEDED, "1")][-1]])
+
+    return asyncio.run(asyncio.wait_for(generate(), TIMEOUT))
+
+
+@pytest.mark.parametrize("form", [LLM, AsyncLLM])
+def test_fork_cannot_use_the_engine(form, babbler):
     """A fork has none of the threads that compute, and would wait for them forever."""
-    with LLM(babbler, num_kv_blocks=60) as llm:
-        expected = answers(llm.generate("a", SEEDED, use_tqdm=False))
+    with closing(form(babbler, num_kv_blocks=60)) as engine:
+        expected = answer_of(engine)
         heard, said = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on, of a fork beside threads
             child = os.fork()
         if not child:
             try:
-                llm.generate("a", SEEDED, use_tqdm=False)
+                answer_of(engine)
             except RuntimeError as error:
                 os.write(said, str(error).encode())
             finally:
@@ -265,7 +278,7 @@ def test_fork_cannot_use_the_engine(babbler):
         with open(heard) as stream:
             assert f"process {os.getpid()}, and this is a fork of it" in stream.read()
         os.waitpid(child, 0)
-        assert answers(llm.generate("a", SEEDED, use_tqdm=False)) == expected
+        assert answer_of(engine) == expected
 
 
 def in_a_thread(function):
