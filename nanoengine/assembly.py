@@ -26,7 +26,7 @@ from nanoengine.kv_cache_size import choose_sizes, make_caches, trial_batch
 from nanoengine.models.load import load_model
 from nanoengine.sampling.sampler import CachedRows, sample_rows
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.signals import uninterrupted
+from nanoengine.signals import before_shutdown, uninterrupted
 from nanoengine.timing import Stopwatch, phase
 
 if TYPE_CHECKING:  # at run time each is imported only for an engine that needs it
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # at run time each is imported only for an engine that needs 
     from nanoengine.models.hf import HFModel
 
 
+@before_shutdown()
 def start_model(
     config: EngineConfig, before_forward: Callable[[], object]
 ) -> "tuple[Started, DraftModel | None]":

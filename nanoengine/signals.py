@@ -1,7 +1,9 @@
-"""Delays signals, such as Ctrl-C, to the end of a block, so that no state is left half changed."""
+"""Delays signals, such as Ctrl-C, and shutdown to the end of a block, which neither must interrupt."""
 
+import atexit
 import signal
 import threading
+import time
 
 # `signal.getsignal` converts results to enums. Looking at every signal takes twenty times as long with it.
 from _signal import getsignal  # type: ignore[import-not-found]
@@ -62,7 +64,8 @@ def uninterrupted() -> Iterator[Callable[[], None]]:
     The block may call it wherever it can clean up. A handler that the block itself installs is not delayed.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # Python calls handlers only in its main thread
+        with before_shutdown() as stop:  # Python calls handlers only in its main thread
+            yield stop
         return
     delay = _Delay()
     try:
@@ -74,6 +77,44 @@ def uninterrupted() -> Iterator[Callable[[], None]]:
         finally:  # a handler may have raised as the first call began
             if not delay.is_over:
                 delay.end()
+
+
+_in_blocks: set[threading.Thread] = set()  # daemon threads
+_is_ending = threading.Event()
+
+
+@atexit.register
+def _end() -> None:
+    _is_ending.set()
+    while any(thread.is_alive() for thread in _in_blocks.copy()):  # none is alive in a fork
+        time.sleep(0.001)
+
+
+@contextmanager
+def before_shutdown() -> Iterator[Callable[[], None]]:
+    """Delay the interpreter's shutdown to the end of the block, if a daemon thread runs it.
+
+    Shutdown ends a daemon thread when it next takes the interpreter lock. If PyTorch's code takes it, the
+    process aborts. Yields a function that ends the thread if shutdown has begun.
+    """
+    thread = threading.current_thread()
+    is_outermost = thread.daemon and thread not in _in_blocks
+
+    def stop() -> None:
+        if thread.daemon and _is_ending.is_set():
+            _in_blocks.discard(thread)
+            time.sleep(1)  # shutdown ends the thread here, unless an exit handler waits for the thread
+            raise SystemExit
+
+    try:
+        if is_outermost:
+            _in_blocks.add(thread)
+        stop()
+        yield stop
+    finally:
+        if is_outermost:
+            _in_blocks.discard(thread)
+            stop()
 
 
 @contextmanager

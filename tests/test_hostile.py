@@ -362,19 +362,31 @@ while engine.llm_engine.metrics()["num_running"] < 8:
     time.sleep(0.01)
 """
 
-
-WITH_A_STREAM = """
+IN_A_DAEMON_THREAD = """
+import threading
 from nanoengine import LLM, SamplingParams
 
-outputs = LLM("demo").stream(["a"], SamplingParams(max_tokens=9, ignore_eos=True))
-next(outputs)
+def run():
+    is_loading.set()
+    llm = LLM("demo")
+    is_loaded.set()
+    llm.generate("a", SamplingParams(max_tokens=900, ignore_eos=True), use_tqdm=False)
+
+is_loading, is_loaded = threading.Event(), threading.Event()
+threading.Thread(target=run, daemon=True).start()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "code"),
-    [(IN_TRAFFIC, 0), (IN_TRAFFIC + "sys.exit(3)", 3), (WITH_A_STREAM, 0)],
+    [
+        (IN_TRAFFIC, 0),
+        (IN_TRAFFIC + "sys.exit(3)", 3),
+        ("from nanoengine import LLM; outputs = LLM('demo').stream('a'); next(outputs)", 0),
+        (IN_A_DAEMON_THREAD + "is_loading.wait()", 0),
+        (IN_A_DAEMON_THREAD + "is_loaded.wait()", 0),
+    ],
 )
 def test_process_that_ends_with_running_requests_exits_cleanly(script, code, babbler):
     command = [sys.executable, "-c", script, babbler]

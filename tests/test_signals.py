@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, SamplingParams, signals
 from nanoengine.backends.cpu import build
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.chat.templates import apply_template
@@ -133,6 +133,38 @@ def test_a_block_in_another_thread_delays_nothing(handled):
     assert noted == [USERS[0]]
     done.set()
     thread.join()
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_shutdown_waits_for_the_block_of_a_daemon_thread_and_ends_the_thread(daemon, monkeypatch):
+    """PyTorch aborts the process if Python ends a thread in its code."""
+    monkeypatch.setattr(signals, "_is_ending", threading.Event())
+    monkeypatch.setattr(signals.time, "sleep", lambda _: None)
+    inside, may_go_on, reached = threading.Event(), threading.Event(), []
+
+    def generate():
+        with suppress(SystemExit):
+            with uninterrupted() as handle:
+                with uninterrupted():
+                    inside.set()
+                    may_go_on.wait(TIMEOUT)
+                reached.append(1)
+                handle()
+                reached.append(2)
+            with uninterrupted():
+                reached.append(3)
+
+    threads = threading.Thread(target=generate, daemon=daemon), threading.Thread(target=signals._end)
+    threads[0].start()
+    inside.wait(TIMEOUT)
+    threads[1].start()
+    threads[1].join(0.02)
+    assert threads[1].is_alive() == daemon
+    may_go_on.set()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert not threads[1].is_alive()
+    assert reached == ([1] if daemon else [1, 2, 3])
 
 
 @pytest.mark.parametrize("number", USERS)
