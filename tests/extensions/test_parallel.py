@@ -567,9 +567,9 @@ llm.llm_engine.runner.launch = announced
 
 
 @contextlib.contextmanager
-def script(code):
+def script(code, **settings):
     """Start a script without multiprocessing's guard, in a session of its own. Yields it and its ranks."""
-    settings = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "cwd": ROOT}
+    settings |= {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "cwd": ROOT}
     process = psutil.Popen([sys.executable, "-c", BEGIN + code], **settings)
     try:
         ranks = []
@@ -637,6 +637,12 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
         assert process.communicate(timeout=TIMEOUT)[0] == f"ready\n7 {demo_answer}\n"
         assert process.returncode == 0
         wait_until_gone(ranks)
+
+
+@SLOW
+def test_python_does_not_warn_of_leaks_when_a_program_with_ranks_ends():
+    with script("", stderr=subprocess.PIPE) as (process, _):
+        assert "leaked" not in process.communicate(timeout=TIMEOUT)[1]
 
 
 @SLOW

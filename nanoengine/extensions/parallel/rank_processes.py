@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException, start_processes
+from tqdm import tqdm
 
 from nanoengine.outputs import EngineDeadError
 
@@ -85,6 +86,7 @@ class Workers:
 def _run(index: int, function: Callable[..., None], is_of_main_thread: bool, arguments: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by rank 0 only
     os.dup2(2, 1)  # libraries may print: send it to stderr
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore too, of which Python warns after `os._exit`
     if is_of_main_thread:
         # On Linux, have the kernel kill this process when its parent dies, even if this process is stopped.
         # The kernel watches the thread that started it, so this is only safe for the main thread.
