@@ -129,7 +129,9 @@ class Gate:
                     if num_bytes <= limit:
                         body += message.get("body", b"")
         except TimeoutError:
-            raise APIError(408, f"the request was not complete after {CLIENT_SECONDS} seconds") from None
+            # The connection is closed, since the rest of the body could take forever.
+            message = f"the request was not complete after {CLIENT_SECONDS} seconds"
+            raise APIError(408, message, connection="close") from None
         if num_bytes > limit > 0:
             raise APIError(413, f"the request has {num_bytes} bytes; at most {limit} are allowed")
         return bytes(body)
@@ -180,7 +182,8 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse more bytes, and start or stop the timer."""
-        super().data_received(data)
+        if self.conn.their_state is not h11.MUST_CLOSE:  # else they follow the connection's last request
+            super().data_received(data)
         self.watch(self.conn.their_state is h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:

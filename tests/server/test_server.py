@@ -607,6 +607,29 @@ def test_a_client_of_http_1_0_gets_a_stream_without_chunks(url):
     assert events[-2:] == [b"data: [DONE]", b""]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("last", [(b"HTTP/1.1", b"HTTP/1.0"), (b"Host", b"Connection: close\r\nHost")])
+def test_bytes_after_a_connection_s_last_request_do_not_disturb_its_answer(last, stream, url, service):
+    body = json.dumps({"prompt": "a", "max_tokens": 3, "stream": stream}).encode()
+    with held_steps(service.engine) as steps, connected(url) as client:
+        client.sendall(post_in_bytes("/v1/completions", body).replace(*last))
+        wait_until(lambda: steps.is_held)
+        client.sendall(b"\r\n")
+        steps.permit()
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert (b"data: [DONE]" if stream else b'"usage":') in answer
+
+
+def test_a_request_that_is_not_complete_in_time_is_refused_and_is_the_connection_s_last(url, monkeypatch):
+    monkeypatch.setattr("nanoengine.server.keys_and_limits.CLIENT_SECONDS", 0.05)
+    with connected(url) as client:
+        client.sendall(post_in_bytes("/v1/completions", b"{}").replace(b"Length: ", b"Length: 9"))
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nconnection: close\r\n" in answer.lower()  # else a byte more would keep it open forever
+
+
 @pytest.fixture(scope="module")
 def guarded():
     """Yield a server with a key, little room in its queue, and small bodies."""
