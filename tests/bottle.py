@@ -384,7 +384,11 @@ class Pipe(asyncio.Transport):
         self.is_closed = True
         self.drain_later()
 
-    abort = close
+    def abort(self):
+        self.loop.call_soon(self.lose, None)
+
+    def get_write_buffer_size(self):
+        return len(self.unread)
 
     def pause_reading(self):
         self.is_paused = True

@@ -290,8 +290,8 @@ class Client:
             return
         self.pipe = Pipe(loop, visit.rate)
         self.pipe.on_data = self.look
-        if visit.leaves is not None or visit.rate == 0:
-            loop.call_later(visit.leaves or 3 * CLIENT_SECONDS, self.pipe.lose, ConnectionResetError())
+        if visit.leaves is not None:
+            loop.call_later(visit.leaves, self.pipe.lose, ConnectionResetError())
         self.send_next()
 
     def send_next(self) -> None:

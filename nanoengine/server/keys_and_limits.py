@@ -166,46 +166,53 @@ class Gate:
 
 
 class Connection(H11Protocol):
-    """A client's connection, with a time limit on receiving a request's headers.
+    """A client's connection, which ends if the client does not go on with sending headers or with reading.
 
     h11 limits the headers to 64 KiB, and separately the trailer of a chunked body. Uvicorn limits the time
-    between requests. This class limits the time until the headers are complete.
+    between requests. This class limits the time until the headers are complete, and until bytes are read.
     """
 
-    late: asyncio.TimerHandle | None = None
+    awaited: object = None  # what the client had to do at the last check
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer: a client may connect and stay silent."""
+        """Start the checks: a client may connect and stay silent."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "send_chunk": self.send_chunk}  # copied to each request's state
-        self.watch(self.conn.their_state is h11.IDLE)
+        self.check()
 
     def data_received(self, data: bytes) -> None:
-        """Parse more bytes, and start or stop the timer."""
-        if self.conn.their_state is not h11.MUST_CLOSE:  # else they follow the connection's last request
+        """Parse more bytes, and drop those that follow the connection's last request."""
+        if self.conn.their_state is not h11.MUST_CLOSE:
             super().data_received(data)
-        self.watch(self.conn.their_state is h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, whichever side closed the connection."""
+        """Stop the checks, whichever side closed the connection."""
         super().connection_lost(exc)
-        self.watch(False)
+        self.timer.cancel()
+
+    def resume_writing(self) -> None:
+        """Let more be written: the client has read most of a full buffer."""
+        super().resume_writing()
+        self.awaited = None
+
+    def check(self) -> None:
+        """Drop the client if it has the same left to send, or as much to read, as CLIENT_SECONDS ago."""
+        before, self.awaited = self.awaited, None
+        if self.flow.write_paused or self.transport.is_closing():  # else the buffer may also have grown
+            self.awaited = self.transport.get_write_buffer_size()
+        elif self.conn.their_state is h11.IDLE:
+            self.awaited = self.cycle or self  # the request after this one, or the first one
+        if self.awaited is not None and self.awaited == before:
+            self.transport.abort()
+        else:
+            self.timer = self.loop.call_later(CLIENT_SECONDS, self.check)
 
     async def send_chunk(self, content: bytes) -> None:
         """Send a chunk of a chunked body, without the layers of ASGI and h11: a stream has one per token."""
         if self.flow.write_paused:
-            async with asyncio.timeout(CLIENT_SECONDS):
-                await self.flow.drain()
+            await self.flow.drain()
         if content and not self.transport.is_closing():  # an empty chunk would be the last one
             self.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
-
-    def watch(self, waits: bool) -> None:
-        """Start the timer while headers are incomplete. The connection is closed after CLIENT_SECONDS."""
-        if waits and self.late is None:
-            self.late = self.loop.call_later(CLIENT_SECONDS, self.timeout_keep_alive_handler)
-        elif not waits and self.late is not None:
-            self.late.cancel()
-            self.late = None
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that is not HTTP with 400, and one whose headers are too large with 431."""

@@ -564,20 +564,23 @@ def test_a_client_that_disconnects_frees_its_blocks_within_a_step(stream, url, s
     assert line["status"] == (200 if stream else None)
 
 
-def test_a_reader_that_stops_reading_is_disconnected(monkeypatch, caplog):
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_stops_reading_is_disconnected(stream, caplog):
     caplog.set_level(logging.INFO, "nanoengine.requests")
-    asked = json.dumps({**ENDLESS, "max_tokens": 100, "logprobs": 20, "stream": True}).encode()
+    asked = json.dumps({**ENDLESS, "max_tokens": 50, "logprobs": 20, "stream": stream}).encode()
     with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, service), socket.socket() as client:
         # The response fills these buffers and the server's own buffer of 64 KiB.
         service.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-        with held_steps(service.engine) as steps:
-            client.sendall(post_in_bytes("/v1/completions", asked))
-            wait_until(lambda: steps.is_held)
-            monkeypatch.setattr("nanoengine.server.keys_and_limits.CLIENT_SECONDS", 0.5)
-        wait_until(lambda: service.num_samples == 0 and caplog.records)
-        assert json.loads(caplog.records[-1].message)["disconnected"]  # though its connection is open
+        client.sendall(post_in_bytes("/v1/completions", asked).replace(b"Host", b"Connection: close\r\nHost"))
+        connections = service.server.server_state.connections
+        wait_until(lambda: any(one.flow.write_paused for one in connections))
+        (connection,) = connections
+        for _ in range(2):  # the checks at the beginning and at the end of CLIENT_SECONDS
+            connection.loop.call_soon_threadsafe(connection.check)
+        wait_until(lambda: not connections and service.num_samples == 0 and caplog.records)
+        assert json.loads(caplog.records[-1].message)["disconnected"] == stream  # a whole answer was sent
         wait_until(lambda: is_empty(service))
 
 
