@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import re
 import signal
 import socket
@@ -406,8 +407,10 @@ def test_a_malformed_body_is_a_bad_request(body, url):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_lone_surrogate_becomes_a_json_escape():
-    assert to_json({"text": "é\ud800"}) == '{"text":"é\\ud800"}'.encode()
+def test_a_lone_surrogate_becomes_a_json_escape_and_a_number_that_is_not_finite_null():
+    found = to_json({"text": "é\ud800", "numbers": [math.inf, -math.inf, math.nan, 1e300]})
+    assert found == '{"text":"é\\ud800","numbers":[null,null,null,1e+300]}'.encode()
+    assert to_json([math.nan, "é"]) == '[null,"é"]'.encode()
     assert json.loads(to_json("\ud800")) == "\ud800"
 
 
