@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from nanoengine.chat.call_arguments import listed
 from nanoengine.server.keys_and_limits import Ticket
 from nanoengine.server.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing, sampling_fields
-from nanoengine.server.service import Choices, EventStream, event
+from nanoengine.server.service import Choices, EventStream, event, last_error
 from nanoengine.unknown_arguments import without_unserved
 
 SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
@@ -282,9 +282,8 @@ async def events(response: Any, choices: Choices, ticket: Ticket) -> AsyncGenera
                     yield named_event(content)
         for content in response.end(choice):
             yield named_event(content)
-    except APIError as error:
-        ticket.error = error.code
-        yield named_event(response.failure(error))
+    except Exception as error:
+        yield named_event(response.failure(last_error(error, ticket)))
 
 
 def named_event(content: dict[str, Any]) -> bytes:

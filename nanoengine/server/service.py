@@ -1,6 +1,7 @@
 """The server's endpoints over `AsyncLLM`, as an ASGI app."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,15 @@ class EventStream(StreamingResponse):
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
             await send({"type": "http.response.body", "body": b""})
+
+
+def last_error(error: Exception, ticket: Ticket) -> APIError:
+    """Return the error that ends a stream, also if it is a bug: its reason is in the server's log only."""
+    if not isinstance(error, APIError):
+        logging.getLogger("uvicorn.error").error("a stream failed", exc_info=error)
+        error = APIError(500, "the server failed")
+    ticket.error = error.code
+    return error
 
 
 def event(content: Any) -> bytes:
@@ -296,9 +306,8 @@ class Service:
                         yield opening + to_json(piece) + end
             if with_usage:
                 yield event({**head, "choices": [], "usage": ticket.usage()})
-        except APIError as error:
-            ticket.error = error.code
-            yield event(error.content)
+        except Exception as error:
+            yield event(last_error(error, ticket).content)
         yield b"data: [DONE]\n\n"
 
     # -- other endpoints

@@ -787,6 +787,31 @@ def test_a_bug_in_the_server_shows_no_stack_trace(url, service, monkeypatch, cap
     wait_until(lambda: "ZeroDivisionError" in caplog.text)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("completions", {"prompt": "a"}),
+        ("chat/completions", {"messages": QUESTION}),
+        ("responses", {"input": "a"}),
+        ("messages", {"messages": QUESTION, "max_tokens": 9}),
+    ],
+)
+def test_a_bug_in_the_middle_of_a_stream_is_its_last_event(path, asked, url, service, monkeypatch, caplog):
+    choices = service.choices
+
+    async def broken(*arguments):
+        async for choice in choices(*arguments):
+            yield choice
+            yield {}  # is no choice
+
+    monkeypatch.setattr(service, "choices", broken)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    answer = http.post(f"{url}/v1/{path}", json={**asked, "stream": True}).text
+    last = answer.removesuffix("data: [DONE]\n\n").split("data: ")[-1]
+    assert "the server failed" in str(json.loads(last))
+    assert "KeyError" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:Exception in thread")
 def test_a_dead_engine_answers_waiting_requests_and_is_not_healthy(monkeypatch):
     engine = AsyncLLM(str(DEMO), num_kv_blocks=20)
