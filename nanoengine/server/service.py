@@ -54,6 +54,8 @@ PAGE_POLICY = (
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
+# Characters that end a line for clients such as httpx's iter_lines, but not in server-sent events
+LINE_ENDS = {one.encode(): b"\\u%04x" % ord(one) for one in "\x85\u2028\u2029"}
 KEEP_ALIVE_SECONDS = 10.0  # proxies and clients give up on a connection that is silent for longer
 
 
@@ -77,6 +79,9 @@ class EventStream(StreamingResponse):
 
         async def send_part(content: bytes) -> None:
             self.last_sent = time.monotonic()
+            if not content.isascii():
+                for raw, escaped in LINE_ENDS.items():
+                    content = content.replace(raw, escaped)
             await send_chunk(content)
 
         async def keep_alive() -> None:
@@ -86,8 +91,7 @@ class EventStream(StreamingResponse):
                     await send_part(self.waiting)
 
         async with aclosing(self.events):
-            start = {"status": self.status_code, "headers": self.raw_headers}
-            await send({"type": "http.response.start", **start})
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             waiting = asyncio.ensure_future(keep_alive())
             try:
                 async for content in self.events:

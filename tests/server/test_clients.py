@@ -60,6 +60,13 @@ def test_stop_strings_and_their_settings_apply_to_content(text, stop, more, expe
     assert whole_and_streamed(client, stop=stop, extra_body=more) == expected
 
 
+def test_an_event_is_one_line_for_clients_that_split_text_at_more_line_ends(url, script):
+    script.says = {"Hello": "a\x85b\u2028c\u2029d"}
+    with http.stream("POST", f"{url}/v1/chat/completions", json={**HELLO, "stream": True}) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    assert "".join(one["choices"][0]["delta"]["content"] for one in events) == script.says["Hello"]
+
+
 def form_of(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
 
