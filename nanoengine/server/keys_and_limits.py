@@ -130,8 +130,7 @@ class Gate:
                         body += message.get("body", b"")
         except TimeoutError:
             # The connection is closed, since the rest of the body could take forever.
-            message = f"the request was not complete after {CLIENT_SECONDS} seconds"
-            raise APIError(408, message, connection="close") from None
+            raise APIError(408, f"no complete request in {CLIENT_SECONDS} s", connection="close") from None
         if num_bytes > limit > 0:
             raise APIError(413, f"the request has {num_bytes} bytes; at most {limit} are allowed")
         return bytes(body)
@@ -216,10 +215,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that is not HTTP with 400, and one whose headers are too large with 431."""
-        error = sys.exception()
-        if not isinstance(error, h11.RemoteProtocolError) or error.error_status_hint != 431:
+        if getattr(sys.exception(), "error_status_hint", 400) != 431:
             return super().send_400_response(msg)
-        headers = [(b"connection", b"close"), (b"content-length", b"0")]
-        for answer in (h11.Response(status_code=431, headers=headers), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(answer) or b"")
+        self.transport.write(b"HTTP/1.1 431 \r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
         self.transport.close()
