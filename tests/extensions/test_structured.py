@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[dict, Any]] = {
     "regex": ({"regex": r"[a-c]{3}-[0-9]{1,3}"}, re.compile(r"[a-c]{3}-[0-9]{1,3}").fullmatch),
     "choice": ({"choice": CHOICES}, CHOICES.count),
     "lark": (
-        {"grammar": 'start: "<" NUM ["," NUM] ">"\nNUM: /[0-9]{1,2}/'},
+        {"grammar": '?start: "<" NUM ["," NUM] ">"\nNUM: /[0-9]{1,2}/'},
         re.compile(r"<\d\d?(,\d\d?)?>").fullmatch,
     ),
     "gbnf": ({"grammar": 'root ::= item+ "!"\nitem ::= [xy] "."'}, re.compile(r"([xy]\.)+!").fullmatch),

@@ -172,7 +172,7 @@ class Compiler:
             are_ids = all(one.strip().isdecimal() for part in bounds for one in part)
             if not are_ids or any(int(part[0]) <= self.end_id <= int(part[-1]) for part in bounds):
                 raise ValueError(f"grammar must name tokens by ids below {self.end_id}, got <[{named}]>")
-        lark = str(self.llguidance.grammar_from("grammar", grammar))
+        lark = str(self.llguidance.grammar_from("grammar" if "::=" in grammar else "lark", grammar))
         # llguidance finds only special tokens by their names.
         lark = LARK_NAME.sub(
             lambda found: f"<[{self.ordinary[found[1]]}]>" if found[1] in self.ordinary else found[0], lark
