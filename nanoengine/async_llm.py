@@ -155,9 +155,13 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
                 with uninterrupted(), suppress(RuntimeError):  # closed: the request is aborted already
                     self._send(lambda: self._abort(request_id, mailbox))
 
-    async def abort(self, request_id: str) -> None:
-        """Abort a request. Its consumer gets a last output with finish_reason "abort"."""
-        await self._call(lambda: self._abort(request_id))
+    def get_tokenizer(self) -> Any:
+        """Return the transformers tokenizer, or None if the checkpoint has none."""
+        return self.llm_engine.get_tokenizer()
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Abort one request or several. A consumer gets a last output with finish_reason "abort"."""
+        await self._call(lambda: self.llm_engine.abort_request(request_id))
 
     async def get_metrics(self) -> list["Metric"]:
         """Return the metrics of `LLMEngine.get_metrics`, read between two steps."""
@@ -283,10 +287,9 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
                 loop.call_soon_threadsafe(_Mailbox.receive, outputs)
         self._outgoing.clear()
 
-    def _abort(self, request_id: str, mailbox: _Mailbox | None = None) -> None:
+    def _abort(self, request_id: str, mailbox: _Mailbox) -> None:
         """Abort a request, unless its id belongs to another mailbox by now."""
-        request = self.llm_engine.requests.get(request_id)
-        if request is not None and (mailbox is None or request.inbox is mailbox):
+        if getattr(self.llm_engine.requests.get(request_id), "inbox", None) is mailbox:
             self.llm_engine.abort_request(request_id)
 
 

@@ -51,8 +51,8 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
         **unserved: Any,
     ) -> list[RequestOutput]:
         """Complete prompts. Returns the outputs in the order of the prompts.
@@ -61,8 +61,8 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
             prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`,
                 or a list of these.
             sampling_params: one for all prompts, or one per prompt. None: `get_default_sampling_params()`.
-            use_tqdm: show progress.
-            priority: one per prompt, with `scheduling_policy="priority"`. A lower number runs first.
+            use_tqdm: show progress, with `tqdm` or with the callable given in place of it.
+            priority: one, or one per prompt, with `scheduling_policy="priority"`. A lower number runs first.
             unserved: vLLM's other arguments, accepted if they are a no-op: see unknown_arguments.py.
 
         Raises:
@@ -78,7 +78,7 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """Complete prompts, and yield new text and tokens of each prompt as they arrive.
 
@@ -91,14 +91,14 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         **unserved: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of `{"role": ..., "content": ...}`), or several at once.
@@ -126,10 +126,6 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
         """Return the sampling parameters of the checkpoint's generation_config, else vLLM's defaults."""
         return self.checkpoint.default_sampling_params()
 
-    def get_tokenizer(self) -> Any:
-        """Return the transformers tokenizer, or None if the checkpoint has none."""
-        return self.checkpoint.tokenizer
-
     def receipt(self) -> dict[str, Any]:
         """Return where the seconds of the last run went. The first call begins to record: see receipt.py."""
         from nanoengine.extensions.receipt import recorder_of
@@ -148,7 +144,8 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
         prompt_list = split_prompts(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else params
-        priorities = [0] * len(prompt_list) if priority is None else priority
+        is_one = priority is None or isinstance(priority, int)
+        priorities = [0 if priority is None else priority] * len(prompt_list) if is_one else priority
         for name, values in (("sampling_params", params_list), ("priority", priorities)):
             if not isinstance(values, list | tuple):
                 raise TypeError(f"{name} must be one for all prompts or a list, got {values!r}")
@@ -160,14 +157,15 @@ class LLM(LLMEngine, AbstractContextManager["LLM"]):
             one.params.output_kind = kind  # params is the request's own copy
         return checked
 
-    def _run(self, checked: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, checked: list[CheckedRequest], use_tqdm: Any) -> list[RequestOutput]:
         """Run a call's requests until they finish, and return their outputs in order."""
         start, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
         outputs: list[RequestOutput] = []
         # Signals also take effect between steps, but never while requests are queued or aborted.
         with (
             uninterrupted() as handle_signals,
-            tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm) as bar,
+            make_bar(total=len(checked), desc="Processed prompts", disable=not use_tqdm) as bar,
             closing(self._drain(checked, self._next_id, handle_signals)) as drained,
         ):
             for output in drained:

@@ -275,6 +275,10 @@ class LLMEngine:
         if requests and not self.requests:
             self._rest()
 
+    def get_tokenizer(self) -> Any:
+        """Return the transformers tokenizer, or None if the checkpoint has none."""
+        return self.checkpoint.tokenizer
+
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has something to compute or to return."""
         return bool(self.requests or self._outputs)

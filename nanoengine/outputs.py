@@ -39,6 +39,10 @@ class CompletionOutput:
     # The stop string or stop token id; None for end of sequence. For "error", the cause
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        """Return whether the sample has a finish_reason."""
+        return self.finish_reason is not None
+
 
 @dataclass(slots=True)
 class RequestMetrics:

@@ -251,9 +251,15 @@ class SamplingParams:
             for name, limits in table.items():
                 if (value := getattr(self, name)) is not None or table is not OPTIONAL:
                     checked[name] = check(name, value, *limits)
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
+                setattr(self, name, [])
         for name in ("allowed_token_ids", "forced_token_ids", "stop_token_ids"):
             if getattr(self, name) is not None:
                 checked[name] = check_token_ids(name, getattr(self, name))
+        for name in ("stop", "bad_words"):
+            checked[name] = check_strings(name, getattr(self, name))
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
         if self.truncate_prompt_tokens == 0:
@@ -269,10 +275,8 @@ class SamplingParams:
             }
         if self.allowed_token_ids is not None and not checked["allowed_token_ids"]:
             raise ValueError("allowed_token_ids must not be empty, got []")
-        if self.bad_words is not None:
-            checked["bad_words"] = check_strings("bad_words", self.bad_words)
-            if any(not word.strip() for word in self.bad_words):
-                raise ValueError(f"bad_words must not hold a blank string, got {self.bad_words!r}")
+        if any(not word.strip() for word in checked["bad_words"]):
+            raise ValueError(f"bad_words must not hold a blank string, got {self.bad_words!r}")
         if isinstance(given := self.structured_outputs, dict):
             if unknown := given.keys() - StructuredOutputsParams.__dataclass_fields__:
                 raise TypeError(f"structured_outputs has no field {sorted(unknown, key=repr)[0]!r}")
@@ -283,11 +287,8 @@ class SamplingParams:
             raise TypeError(f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}")
         if self.logits_processors is not None:
             checked["logits_processors"] = check_processors(self.logits_processors)
-        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
-        checked["stop_strings"] = tuple(check_strings("stop", stop))
-        if stop is self.stop:
-            checked["stop"] = list(stop)
-        if stop and not self.detokenize:
+        checked["stop_strings"] = tuple(checked["stop"])
+        if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
         if not (self.extra_args is None or isinstance(self.extra_args, dict)):
             raise TypeError(f"extra_args must be a dict, got {self.extra_args!r}")

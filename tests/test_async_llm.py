@@ -201,7 +201,7 @@ async def test_abort_gives_the_consumer_a_last_output(engine, prompts, tokens):
         steps.permit(1)
         async for output in engine.generate(prompts[0], ENDLESS, "x"):
             if not reasons:
-                abort = asyncio.create_task(engine.abort("x"))
+                abort = asyncio.create_task(engine.abort(["x", "y"]))
                 await asyncio.sleep(0)  # it is queued
                 steps.permit()
             reasons.append(output.outputs[0].finish_reason)

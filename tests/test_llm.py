@@ -176,7 +176,7 @@ def test_bad_request_is_rejected_and_does_not_affect_others(prompt, message, alp
         ({"sampling_params": {"temperature": 1}}, "sampling_params"),
         ({"priority": [1, 2, 3]}, "scheduling_policy"),
         ({"priority": [0]}, "priority must be one per prompt"),
-        ({"priority": 3}, "priority must be one for all prompts or a list"),
+        ({"priority": "3"}, "priority must be one for all prompts or a list"),
         ({"sampling_params": 5}, "sampling_params must be one for all prompts or a list"),
         ({"stop_token_ids": list(range(257)), "min_tokens": 3}, "min_tokens=3 bans"),
         ({"stop_token_ids": [9999]}, "stop_token_ids"),

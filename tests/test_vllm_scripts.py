@@ -5,10 +5,13 @@ The tiny checkpoint `alphabet` continues the alphabet from the last letter of th
 
 import argparse
 import copy
+import io
 import pickle
 import re
+from functools import partial
 
 import pytest
+from tqdm import tqdm
 
 from nanoengine import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from nanoengine.config import NULLABLE
@@ -52,7 +55,7 @@ def test_changed_fields_take_effect(llm):
     params.stop = "f"
     assert texts(llm.generate("a", params)) == ["bcde"]
     params.stop = None
-    params.bad_words = ["de"]  # two tokens
+    params.bad_words.append("de")  # two tokens
     assert "de" not in texts(llm.generate("a", params))[0]
     params.bad_words = None
     params.temperature, params.seed = 5.0, 0
@@ -110,11 +113,18 @@ def test_no_prompts_give_no_outputs(llm):
         llm.generate([], [GREEDY])
 
 
+def test_progress_is_shown_by_the_callers_bar(llm):
+    file = io.StringIO()
+    llm.generate("a", GREEDY, use_tqdm=partial(tqdm, file=file))
+    assert "Processed prompts: 100%" in file.getvalue()
+
+
 def test_priorities(alphabet):
     with LLM(alphabet, scheduling_policy="priority", max_num_seqs=1, num_kv_blocks=20) as llm:
         late, early = llm.generate(["a", "b"], GREEDY, priority=[1, 0])
         assert texts([late, early]) == ["bcd", "cde"]
         assert early.metrics.finished_time < late.metrics.first_scheduled_time
+        assert texts(llm.generate(["a", "b"], GREEDY, priority=-1)) == ["bcd", "cde"]
 
 
 CONVERSATION = [{"role": "system", "content": "You are a helpful assistant"}]
@@ -198,7 +208,7 @@ def test_the_generate_example(alphabet):
     params.max_tokens, params.temperature = max_tokens, 0
     outputs = llm.generate(PROMPTS, params)
     llm.shutdown()
-    assert [output.prompt for output in outputs] == PROMPTS
+    assert [output.prompt for output in outputs if output.outputs[0].finished()] == PROMPTS
     assert [output.outputs[0].text for output in outputs] == ["tuv", "ghi", "def", "\x00" * 3]
 
 
@@ -240,6 +250,7 @@ def test_the_time_to_the_first_token_is_recorded_when_it_arrives_and_an_abort_as
     line = "--model demo --num-kv-blocks 20 --max-num-seqs 1 --no-async-scheduling --max-model-len 100"
     engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(line.split())))
     assert engine.model_config.max_model_len == 100
+    assert engine.get_tokenizer().decode(engine.get_tokenizer().encode("Hi")) == "Hi"
     assert engine.model_config.hf_config.vocab_size == engine.checkpoint.vocab_size
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     for name in ("runs", "waits"):
