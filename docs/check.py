@@ -219,11 +219,6 @@ def explain(error: BaseException, source: str, name: str, seconds: float) -> str
     return f"{what}\n    {Path(name).name}, line {line}, in {function}: {shown}"
 
 
-def failures(*arguments: Any, **settings: Any) -> list[str]:
-    """Return the messages of `find_failures`."""
-    return list(find_failures(*arguments, **settings))
-
-
 def find_failures(
     source: str, lesson: str, name: str = "my_nano.py", alone: bool = False, most: float = 2.0
 ) -> Iterator[str]:
@@ -331,7 +326,7 @@ def main(arguments: list[str]) -> int:
         parser.error("name a lesson to check, or use --stub")
     path = options.file or SOLUTIONS[sheet_of(options.lesson)]
     try:
-        found = failures(path.read_text(), options.lesson, str(path))
+        found = list(find_failures(path.read_text(), options.lesson, str(path)))
     except SyntaxError as error:
         print(f"{path}, line {error.lineno}: {error.msg}")
         return 1

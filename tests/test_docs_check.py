@@ -13,19 +13,8 @@ from pathlib import Path
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from docs import decode, matvec
-from docs.check import (
-    LESSONS,
-    SOLUTIONS,
-    EndlessError,
-    failures,
-    find_failures,
-    functions_of,
-    limited,
-    main,
-    sheet_of,
-    stub,
-)
+from docs import check, decode, matvec
+from docs.check import LESSONS, SOLUTIONS, EndlessError, find_failures, functions_of, main, sheet_of, stub
 from docs.checks import CHECKS
 
 RIGHT = {lesson: SOLUTIONS[sheet_of(lesson)].read_text() for lesson in LESSONS}
@@ -51,12 +40,12 @@ assert all(right in RIGHT[lesson] for lesson, _, right, _ in MISTAKES)
 
 @pytest.mark.parametrize("lesson", [*BY_LETTERS, pytest.param("all", marks=SLOW)])
 def test_the_solution_is_right(lesson):
-    assert failures(RIGHT[lesson], lesson) == []
+    assert [*find_failures(RIGHT[lesson], lesson)] == []
 
 
 @pytest.mark.parametrize("lesson", BY_LETTERS)
 def test_the_stub_passes_no_check_and_says_so(lesson):
-    found = failures(stub(sheet_of(lesson)), lesson)
+    found = [*find_failures(stub(sheet_of(lesson)), lesson)]
     assert len(found) == len(CHECKS[lesson])
     assert all("is not written yet" in failure for failure in found)
 
@@ -65,7 +54,7 @@ def test_the_stub_passes_no_check_and_says_so(lesson):
 def test_the_check_of_the_whole_engine_lists_what_is_not_written_and_checks_the_rest():
     wrong = stub(last=4).replace("return -(-num_tokens // block_size)", "return num_tokens // block_size")
     for source, last, passes in (stub(), 0, True), (wrong, 4, False):
-        first, *others = failures(source, "all")
+        first, *others = find_failures(source, "all")
         missing = [item.name for lesson, _, item in functions_of(RIGHT["all"], "nano") if int(lesson) > last]
         assert first.endswith(f"Not written yet: {', '.join(missing)}.")
         assert (others == []) == passes
@@ -73,7 +62,7 @@ def test_the_check_of_the_whole_engine_lists_what_is_not_written_and_checks_the_
 
 def test_a_function_is_checked_while_others_of_its_lesson_are_not_written():
     lines = "# Lesson 4 asks for these lines.\n    raise NotImplementedError"
-    found = failures(stub(last=2).replace(lines, "return -(-num_tokens // block_size)", 1), "4")
+    found = [*find_failures(stub(last=2).replace(lines, "return -(-num_tokens // block_size)", 1), "4")]
     assert len(found) == len(CHECKS["4"]) - 1
     assert {failure.splitlines()[-1].strip() for failure in found} == {
         f"`{name}` is not written yet." for name in ("may_append", "map_slots", "gathered_attention")
@@ -117,7 +106,7 @@ def by_default(lesson):
 @pytest.mark.parametrize("last", by_default("16"))
 def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_solution(last):
     for lesson in BY_LETTERS[: BY_LETTERS.index(last) + 1]:
-        assert failures(stub(sheet_of(lesson), int(last)), lesson, alone=True) == []
+        assert [*find_failures(stub(sheet_of(lesson), int(last)), lesson, alone=True)] == []
 
 
 @pytest.mark.parametrize(
@@ -141,9 +130,9 @@ def test_mistakes_in_a_lesson_fail_no_other_lesson(lesson):
             body = slice(function.body[1].lineno - 1, function.end_lineno)
             lines[body] = [" " * function.body[0].col_offset + "1 / 0"]
             student = "\n".join(lines)
-    assert len(failures(student, lesson)) == len(CHECKS[lesson])
+    assert len([*find_failures(student, lesson)]) == len(CHECKS[lesson])
     others = [other for other in BY_LETTERS if other != lesson and sheet_of(other) == sheet_of(lesson)]
-    assert not any(failures(student, other) for other in others)
+    assert not any(any(find_failures(student, other)) for other in others)
 
 
 def test_a_loop_is_stopped_although_a_first_stop_was_ignored():
@@ -156,7 +145,7 @@ def test_a_loop_is_stopped_although_a_first_stop_was_ignored():
             loop()
         loop()
 
-    with pytest.raises(EndlessError), limited(0.1):
+    with pytest.raises(EndlessError), check.limited(0.1):
         ignore_one()
 
 
@@ -188,7 +177,7 @@ def test_the_command_explains_what_is_wrong(tmp_path, capsys):
 )
 def test_the_student_s_own_line_is_shown_and_an_endless_loop_is_stopped(wrong, line):
     student = RIGHT["4"].replace("return -(-num_tokens // block_size)", wrong)
-    shown = failures(student, "4", most=0.3)[0].splitlines()
+    shown = next(find_failures(student, "4", most=0.3)).splitlines()
     number = student.splitlines().index("    " + wrong) + 1
     assert shown[1].strip() == line
     where = f"    my_nano.py, line {number}, in num_blocks_for: {wrong}"
@@ -203,11 +192,11 @@ def test_a_file_that_does_not_compile_is_reported_once(tmp_path, capsys):
 
 
 def test_an_extra_block_is_explained_and_a_long_answer_is_shortened():
-    greedy = failures(RIGHT["4"].replace("if num_new > self.num_free_blocks", "if num_new > 99"), "4")
+    greedy = find_failures(RIGHT["4"].replace("if num_new > self.num_free_blocks", "if num_new > 99"), "4")
     assert any("if no block is free" in failure for failure in greedy)
-    endless = failures(RIGHT["7"].replace("self.running = [seq for", "[seq for"), "7")
+    endless = find_failures(RIGHT["7"].replace("self.running = [seq for", "[seq for"), "7")
     assert all(len(failure) < 600 for failure in endless)
-    lost = failures(RIGHT["6"].replace("self.empty_blocks.appendleft(block)", "pass"), "6")
+    lost = find_failures(RIGHT["6"].replace("self.empty_blocks.appendleft(block)", "pass"), "6")
     assert any("is lost: no block table and no list of free blocks has it." in failure for failure in lost)
 
 
