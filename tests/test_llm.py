@@ -11,15 +11,8 @@ import pytest
 
 from nanoengine import LLM, EngineConfig, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
 from nanoengine.backends.threads import on_all_cores
-from tests.helpers import (
-    chain_checkpoint,
-    check_greedy,
-    checkpoint,
-    failing_calls,
-    finish,
-    random_prompts,
-    tokens_of,
-)
+from tests import helpers
+from tests.helpers import chain_checkpoint, checkpoint, failing_calls, finish, random_prompts, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=12, repetition_penalty=1.1)
@@ -39,7 +32,7 @@ def expected(prompts, tmp_path_factory):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     with LLM(str(path), num_kv_blocks=40, enable_prefix_caching=False) as llm:
         alone = [[tokens(llm, prompt, params)[0] for prompt in prompts] for params in (GREEDY, SEEDED)]
-    check_greedy(reference, prompts, 12, alone[0])
+    helpers.check_greedy(reference, prompts, 12, alone[0])
     return alone
 
 

@@ -17,30 +17,8 @@ from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
 from nanoengine.models import hf
 from nanoengine.models.hf import HFModel, _Waits
 from nanoengine.models.hf_attention import _slopes_of
-from tests.helpers import (
-    ALTERNATING,
-    GEMMA,
-    GEMMA3N,
-    GEMMA4,
-    HF_ARCHITECTURES,
-    IN_GROUPS,
-    LATENT,
-    MOE,
-    TINY,
-    WINDOW,
-    YARN,
-    change_tensors,
-    check_greedy,
-    check_served,
-    checkpoint,
-    composite_of,
-    edit_config,
-    hf_model,
-    random_prompts,
-    refuse,
-    slow,
-    tokens_of,
-)
+from tests import helpers
+from tests.helpers import GEMMA, TINY, check_greedy, checkpoint, random_prompts, refuse, slow, tokens_of
 
 LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16
@@ -48,14 +26,14 @@ NUM_NEW = 16
 ALIKE = "qwen2-moe olmoe granite-moe glm persimmon starcoder2 stablelm gemma phi olmo2 cohere gpt-neox opt "
 ALIKE += "gpt-bigcode falcon qwen3-moe exaone4 phimoe granite olmo olmo3 cohere2 gpt-j smollm3 mpt gemma"
 LIKE_OTHERS = {*ALIKE.split(), "falcon new", "falcon, alibi", "llama, dynamic rope"}
-BY_DEFAULT = [pytest.param(n, marks=pytest.mark.slow if n in LIKE_OTHERS else []) for n in HF_ARCHITECTURES]
+BY_DEFAULT = [x for n in helpers.HF_ARCHITECTURES for x in (slow(n) if n in LIKE_OTHERS else [n])]
 
 
 @pytest.mark.parametrize("name", BY_DEFAULT)
 def test_greedy_tokens_equal_transformers_chunked_cached_and_preempted(name, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
-    assert max(LENGTHS) > 2 * WINDOW
-    assert check_served(path, reference, LENGTHS, NUM_NEW) == "transformers'"
+    assert max(LENGTHS) > 2 * helpers.WINDOW
+    assert helpers.check_served(path, reference, LENGTHS, NUM_NEW) == "transformers'"
 
 
 @pytest.mark.parametrize("intermediate_size", [33, *slow(98)])
@@ -65,7 +43,7 @@ def test_experts_may_have_any_size(intermediate_size, tmp_path):
     config = transformers.MixtralConfig(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     model.save_pretrained(tmp_path)
-    assert check_served(tmp_path, model, LENGTHS, NUM_NEW) == "transformers'"
+    assert helpers.check_served(tmp_path, model, LENGTHS, NUM_NEW) == "transformers'"
 
 
 def check_prompt_logprobs(path, prompt, expected):
@@ -181,18 +159,18 @@ VISION |= {"intermediate_size": 32, "image_size": 28, "patch_size": 14}
 VISION |= {"fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 GLM_ROPE = {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-EXPERTS = {**MOE, **IN_GROUPS}
+EXPERTS = {**helpers.MOE, **helpers.IN_GROUPS}
 GLM4V_MOE = {**EXPERTS, "head_dim": 16, "rope_parameters": GLM_ROPE}
-MISTRAL4: dict[str, Any] = {**EXPERTS, **LATENT, "num_key_value_heads": 4, "v_head_dim": 16}
-MISTRAL4["rope_parameters"] = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5}
+MISTRAL4: dict[str, Any] = {**EXPERTS, **helpers.LATENT, "num_key_value_heads": 4, "v_head_dim": 16}
+MISTRAL4["rope_parameters"] = helpers.YARN | {"beta_fast": 32.0, "beta_slow": 1.0}
 # Beyond this length queries are scaled by their positions.
-MISTRAL4["rope_parameters"]["original_max_position_embeddings"] = 16
+MISTRAL4["rope_parameters"] |= {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 QWEN3_VL_MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}}
 # Family, changes to its text config and to its vision config, the implementation that runs it
 WITH_IMAGES = [
-    ("Gemma3", {**GEMMA, **ALTERNATING}, {}, "transformers'"),
-    ("Gemma4", {**GEMMA, **GEMMA4}, {"head_dim": 32}, "transformers'"),
+    ("Gemma3", {**GEMMA, **helpers.ALTERNATING}, {}, "transformers'"),
+    ("Gemma4", {**GEMMA, **helpers.GEMMA4}, {"head_dim": 32}, "transformers'"),
     ("Mistral3", {"model_type": "mistral"}, {"model_type": "pixtral"}, "nanoengine's"),
     ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, "nanoengine's"),
     ("Qwen2VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
@@ -237,7 +215,7 @@ def test_the_language_part_of_multimodal_models_is_served(family, text, vision, 
     ("family", "text", "names"),
     [
         # Its vision tower needs another library, so that transformers cannot build it whole here.
-        ("Gemma3n", {**GEMMA, **GEMMA3N}, (r"^model\.", "model.language_model.")),
+        ("Gemma3n", {**GEMMA, **helpers.GEMMA3N}, (r"^model\.", "model.language_model.")),
         ("Qwen2VL", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ("^", "")),
     ],
 )
@@ -246,7 +224,7 @@ def test_a_language_part_is_found_by_the_names_of_published_checkpoints(family, 
     part = language_part(config)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(part).eval()
-    composite_of(model, config, names, tmp_path)
+    helpers.composite_of(model, config, names, tmp_path)
     prompts = random_prompts(LENGTHS)
     with LLM(str(tmp_path), num_kv_blocks=40, block_size=8) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW), use_tqdm=False)
@@ -264,8 +242,8 @@ def test_a_language_part_is_found_by_the_names_of_published_checkpoints(family, 
 def test_tensors_of_a_language_part_are_checked_strictly(present, name, reason, impl, tmp_path):
     config = transformers.Qwen2VLConfig(text_config=TINY, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(language_part(config))
-    composite_of(model, config, (r"^model\.", "model.language_model."), tmp_path)
-    change_tensors(tmp_path, lambda t: t.update({name: torch.ones(1) if present else None}))
+    helpers.composite_of(model, config, (r"^model\.", "model.language_model."), tmp_path)
+    helpers.change_tensors(tmp_path, lambda t: t.update({name: torch.ones(1) if present else None}))
     refuse(tmp_path, reason, model_impl=impl)
 
 
@@ -278,7 +256,7 @@ def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
     with LLM(str(tmp_path), load_format="dummy", num_kv_blocks=20) as llm:
         assert llm.llm_engine.max_model_len == 100
     for wrong in ("long", 0, None):
-        edit_config(tmp_path, attention_chunk_size=wrong)
+        helpers.edit_config(tmp_path, attention_chunk_size=wrong)
         refuse(tmp_path, r"config.json.*attention_chunk_size", load_format="dummy")
 
 
@@ -314,7 +292,7 @@ def test_a_window_applied_only_by_a_mask_is_not_ignored_silently(paged_model):
 
 
 def test_a_window_of_all_positions_may_be_left_out(tmp_path):
-    model = hf_model("phimoe")
+    model = helpers.hf_model("phimoe")
     model.config.sliding_window = 64
     model.save_pretrained(tmp_path)
     prompt = random_prompts([50])[0]
