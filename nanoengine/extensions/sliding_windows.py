@@ -149,12 +149,10 @@ class WindowedBlockManager(BlockManager):
     @property
     def max_computable_tokens(self) -> int:
         """See the base class. There is no limit if every group has a window and all windows fit."""
-        # The largest number of blocks that each group holds at a time: for the tokens that are seen, for the
-        # tokens that a step computes, and one more because they may begin anywhere in a block.
-        limits = [
-            sys.maxsize if window is None else self.num_blocks_for(window - 1 + self.max_chunk_tokens) + 1
-            for window in self.windows
-        ]
+        # The largest number of blocks that each group holds at a time: for the tokens that are seen and those
+        # that a step computes, if the first of them is the last token of a block.
+        more = self.max_chunk_tokens + self.block_size - 2
+        limits = [sys.maxsize if w is None else self.num_blocks_for(w + more) for w in self.windows]
         if sum(limits) <= self.num_blocks:
             return 1 << 40
 

@@ -80,11 +80,20 @@ def test_a_block_before_the_window_can_be_hit_until_it_is_evicted_first():
     assert manager.find_groups(sequence(3, range(6))) == [[]]
 
 
+def test_a_group_that_has_lost_a_block_of_a_prefix_uses_a_shorter_one():
+    manager = manager_of(windows=(None, 3))
+    for seq_id, length in enumerate((11, 5)):  # the second uses the first's beginning again
+        list(run(manager, sequence(seq_id, range(length))))
+    while manager.blocks[9].prefix is not None:
+        manager._take_free_block()
+    hits = manager.find_groups(sequence(2, range(8)))
+    assert [[block.block_id for block in blocks] for blocks in hits] == [[1, 2], [0, 8]]
+
+
 def test_a_window_of_one_token_finds_the_blocks_after_a_hit():
     manager = manager_of(num_blocks=20, windows=(1,))
     for seq_id, length in enumerate((6, 12)):
-        for _ in run(manager, sequence(seq_id, range(length))):
-            pass
+        list(run(manager, sequence(seq_id, range(length))))
     last = sequence(2, range(14))
     assert manager.allocate(last)
     assert last.num_computed_tokens == 12
@@ -102,13 +111,16 @@ def test_a_group_that_needs_no_block_does_not_stop_another_from_growing():
     check_blocks(manager, [])
 
 
-def test_a_prompt_longer_than_the_pool_is_admitted_if_all_layers_have_windows():
-    manager = manager_of(num_blocks=4)  # (3 - 1 + 4) / 2 + 1: what the window and a step span
+# A window's tokens and a step's, with the first as the last of its block
+@pytest.mark.parametrize(
+    ("window", "budget", "block_size", "num_blocks"), [(3, 4, 2, 4), (3, 3, 2, 3), (2, 1, 1, 2)]
+)
+def test_a_prompt_longer_than_the_pool_is_admitted_if_all_windows_fit(window, budget, block_size, num_blocks):
+    settings = {"windows": (window,), "block_size": block_size, "budget": budget}
+    assert manager_of(num_blocks - 1, **settings).max_computable_tokens == (num_blocks - 1) * block_size
+    manager, seq = manager_of(num_blocks, **settings), sequence(0, range(101), max_tokens=50)
     assert manager.max_computable_tokens > 10**6
-    assert manager_of(num_blocks=3).max_computable_tokens == 6
-    seq = sequence(0, range(101), max_tokens=50)
-    for _ in run(manager, seq):
-        assert sum(block_id > 0 for block_id in seq.block_table) <= 4
+    assert not any(scheduler.num_preemptions for scheduler in run(manager, seq, budget))
     assert len(seq.token_ids) == 151
 
 
@@ -119,8 +131,7 @@ def test_a_hybrid_s_longest_sequence_leaves_room_for_its_windows():
     with pytest.raises(AssertionError):
         Scheduler(manager).add(sequence(0, range(25)))
     seq = sequence(1, range(20), max_tokens=100)
-    for _ in run(manager, seq):
-        pass
+    list(run(manager, seq))
     assert len(seq.token_ids) == 25
 
 
