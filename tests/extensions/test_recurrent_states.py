@@ -188,8 +188,7 @@ sequence = partial(make_sequence, max_tokens=1)
 
 def test_a_prompt_in_chunks_keeps_its_states_where_it_branches_and_at_its_last_block():
     manager = manager_of()
-    for _ in spans_of(manager, sequence(0, range(10))):
-        pass
+    list(spans_of(manager, sequence(0, range(10))))
     steps = spans_of(manager, sequence(1, [*range(4), *range(50, 56)]), budget=6)
     assert [[span[:2] for span in spans] for spans in steps] == [[(0, 4), (4, 6)], [(6, 8), (8, 10)]]
 
@@ -213,10 +212,20 @@ def test_a_state_that_a_step_writes_is_not_evicted_in_that_step():
     check_laws(scheduler)
 
 
+@pytest.mark.parametrize(
+    ("length", "max_tokens"), [(6, 1), (8, 2)]
+)  # continues from a state; writes it again
+def test_the_state_that_was_used_last_is_evicted_last(length, max_tokens):
+    manager = manager_of(num_state_slots=3)
+    for seq_id, first in enumerate((0, 50, 0, 90)):
+        list(spans_of(manager, sequence(seq_id, range(first, first + length), max_tokens=max_tokens)))
+    seqs = [sequence(9, range(first, first + 12)) for first in (0, 50, 90)]
+    assert [len(manager.find_groups(seq)[0]) for seq in seqs] == [length // 4, 0, length // 4]
+
+
 def test_a_kept_state_without_the_blocks_of_a_window_is_no_hit():
     manager = manager_of(windows=(None, 3))
-    for _ in spans_of(manager, sequence(0, range(9), max_tokens=8)):
-        pass
+    list(spans_of(manager, sequence(0, range(9), max_tokens=8)))
     seq = sequence(1, range(10))
     assert [len(blocks) for blocks in manager.find_groups(seq)] == [2, 2]
     num_empty = sum(block.prefix is None for block in manager.free_blocks.values())
