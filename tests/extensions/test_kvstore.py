@@ -640,6 +640,7 @@ class WatchedBlockManager(StoringBlockManager):
             assert self.num_saved_blocks[seq] == seq.num_registered_blocks
             assert seq.num_computed_tokens < seq.num_tokens
             check_blocks(self, [*self.more_tables])
+            assert self.num_saved_blocks.keys() == self.more_tables.keys()
         return admitted
 
     def _load(self, seq):
