@@ -307,6 +307,15 @@ def test_a_field_that_would_change_the_model_is_refused_by_its_name(family, head
         GGUFFile(path).read_config()
 
 
+def test_a_tensor_that_transformers_would_ignore_is_refused(tmp_path):
+    path, _ = make(tmp_path / "model.gguf", "phi3")
+    path.write_bytes(path.read_bytes().replace(b"blk.1.attn_norm", b"blk.1.attn_n0rm"))
+    with pytest.raises(
+        ValueError, match=r"holds tensor 'blk.1.attn_n0rm.weight', which Phi3\w+ does not have"
+    ):
+        GGUFFile(path).read_config()
+
+
 IGNORED: dict[str, object] = {"use_parallel_residual": True, "rope.scaling.finetuned": True}
 IGNORED |= {"attention.causal": True, "tensor_data_layout": "Meta AI original pth", "pooling_type": 3}
 IGNORED |= {"rope.scaling.original_context_length": 64, "nextn_predict_layers": 0, "logit_scale": 3.0}
