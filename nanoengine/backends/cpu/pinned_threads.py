@@ -41,7 +41,6 @@ class PinnedThreads:
         self.cpus: tuple[int, ...] = ()  # of the threads of the team, inside the block; (): not pinned
 
     def __enter__(self) -> None:
-        self._unpin()  # a signal's handler may have raised at the end of the last `__enter__`
         self.cpus = ()
         if self._openmp is None or not self._pins or torch.get_num_threads() == 1:
             return
