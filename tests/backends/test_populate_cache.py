@@ -2,10 +2,13 @@
 
 import ctypes
 import os
+import re
 import sys
 import weakref
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -47,7 +50,8 @@ def check_ahead(forward, is_idle, num_blocks):
 
 @pytest.fixture
 def forward():
-    caches = new_caches([SPEC] * 2, [KVGroup([0, 1], None)], NUM_BLOCKS - 1, 32, torch.device("cpu"))
+    groups = [KVGroup([0, 1], None), KVGroup([2], 99)]  # they share memory
+    caches = new_caches([SPEC] * 3, groups, NUM_BLOCKS - 1, 32, torch.device("cpu"))
     return populate_cache.PopulatingForward(caches, AHEAD, 1.0)
 
 
@@ -64,10 +68,12 @@ def test_blocks_are_populated_ahead_of_the_highest_one_in_use_and_not_further(ad
         (NUM_BLOCKS - 128, True, 2 + AHEAD + AHEAD // 2 + 128),  # blocks before it are in use already
         (NUM_BLOCKS - 1, True, 2 + AHEAD + AHEAD // 2 + 128),
     ):
-        use(forward, block)
+        for one in block, 0:  # a later step may use lower blocks only
+            use(forward, one)
         check_ahead(forward, is_idle, num_populated)
     assert forward._memory[0][3].eq(1).all()
     assert forward._memory[0].sum() == forward._memory[0][3].numel()
+    assert re.search(r"VmLck:\s+0 kB", Path("/proc/self/status").read_text())
 
 
 def test_a_thread_of_lowest_priority_populates_a_part_of_the_available_memory(forward, monkeypatch):
@@ -87,6 +93,12 @@ def test_a_thread_of_lowest_priority_populates_a_part_of_the_available_memory(fo
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     monkeypatch.undo()
     check_ahead(forward, False, 101)
+    forward._thread = alive = Mock()
+    use(forward, 1)
+    forward.look_ahead(True)
+    forward.close()
+    assert forward._thread is alive, "a second thread has started"
+    alive.join.assert_called_once_with()
 
 
 def test_the_thread_ends_without_its_engine_and_holds_none_of_its_tensors(monkeypatch):
