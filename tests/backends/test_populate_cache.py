@@ -91,6 +91,7 @@ def test_a_thread_of_lowest_priority_populates_a_part_of_the_available_memory(fo
     forward._thread.join()
     assert seen == {(os.SCHED_IDLE, *os.sched_getaffinity(0))}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert forward._end == 101
     monkeypatch.undo()
     check_ahead(forward, False, 101)
     forward._thread = alive = Mock()

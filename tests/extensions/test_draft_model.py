@@ -10,17 +10,9 @@ import torch
 import transformers
 
 from nanoengine import LLM, SamplingParams
+from tests import helpers
 from tests.extensions.test_speculative_decoding import mixed_requests
-from tests.helpers import (
-    TINY,
-    VARIED_SETTINGS,
-    byte_tokenizer,
-    check_greedy,
-    checkpoint,
-    failing_calls,
-    random_prompts,
-    tokens_of,
-)
+from tests.helpers import TINY, VARIED_SETTINGS, check_greedy, checkpoint, random_prompts, tokens_of
 from tests.laws import check_laws
 from tests.model_table import small_config
 from tests.test_async_scheduling import seen
@@ -43,7 +35,7 @@ def talker(path: Path, noise: float = 0.0, vocab_size: int = 260, words: tuple[s
             parameter.add_(torch.randn_like(parameter), alpha=noise)
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
     model.save_pretrained(path)
-    byte_tokenizer(words).save_pretrained(path)
+    helpers.byte_tokenizer(words).save_pretrained(path)
     return path
 
 
@@ -183,7 +175,7 @@ def test_aborts_and_failed_steps_lose_nothing(where, target):
         if where == "draft":
             owner, name = engine.draft_model.runner, "launch"
         answers, failures = {}, 0
-        with failing_calls(owner, name, range(6, 1000, 9), at_end=True):
+        with helpers.failing_calls(owner, name, range(6, 1000, 9), at_end=True):
             for step in range(1000):
                 if not engine.has_unfinished_requests():
                     break

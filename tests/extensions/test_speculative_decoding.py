@@ -14,25 +14,14 @@ from nanoengine.config import SpeculativeConfig
 from nanoengine.extensions.speculative_decoding import DraftingScheduler, Lookup, NgramProposer, is_draft
 from nanoengine.metrics import Counter as MetricCounter
 from nanoengine.metrics import Vector
-from tests.helpers import (
-    DEMO,
-    VARIED_SETTINGS,
-    chain_checkpoint,
-    check_greedy,
-    checkpoint,
-    make_scheduler,
-    make_sequence,
-    random_params,
-    random_prompts,
-    run_step,
-    tokens_of,
-)
+from tests import helpers
+from tests.helpers import DEMO, chain_checkpoint, make_sequence, run_step
 from tests.laws import check_laws
 from tests.test_async_scheduling import seen
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
-drafting_scheduler = functools.partial(make_scheduler, scheduler=DraftingScheduler)
+drafting_scheduler = functools.partial(helpers.make_scheduler, scheduler=DraftingScheduler)
 
 
 class Oracle:
@@ -60,7 +49,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     """Return sampled and greedy requests, with stops, n > 1 and logprobs. Every third edits its logits."""
     rng = random.Random(2)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(30)]
-    params = [random_params(rng) for _ in prompts]
+    params = [helpers.random_params(rng) for _ in prompts]
     pasts: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3, "min_tokens": 4, "max_tokens": 12},
         {"frequency_penalty": 0.5, "presence_penalty": 0.5, "logprobs": 1, "max_tokens": 20},
@@ -77,7 +66,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     "name", ["roomy", "with preemption", pytest.param("in chunks", marks=pytest.mark.slow)]
 )
 def test_answers_are_the_same_as_without_draft_tokens(name, babbler):
-    (prompts, params), settings = mixed_requests(), VARIED_SETTINGS[name]
+    (prompts, params), settings = mixed_requests(), helpers.VARIED_SETTINGS[name]
     with LLM(babbler, **settings) as llm:
         expected = [seen(llm, prompts, params) for _ in range(2)]
         num_steps, num_tokens = llm.metrics()["num_steps"], llm.metrics()["generation_tokens"]
@@ -99,16 +88,16 @@ def test_answers_are_the_same_as_without_draft_tokens(name, babbler):
 
 
 def test_draft_tokens_run_in_the_graphs_of_decodes(in_float32, tmp_path_factory):
-    path, reference = checkpoint("qwen3", tmp_path_factory)
-    prompts = [*random_prompts([3, 255, 30]), [5, 6, 7, 8] * 6]
+    path, reference = helpers.checkpoint("qwen3", tmp_path_factory)
+    prompts = [*helpers.random_prompts([3, 255, 30]), [5, 6, 7, 8] * 6]
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 100}
     with LLM(path, attn_backend="flash", speculative_config=NGRAM, **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=40)
         replays = in_float32["replay"]
-        answers = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+        answers = helpers.tokens_of(llm.generate(prompts, params, use_tqdm=False))
         metrics = llm.metrics()
         assert llm.llm_engine.runner.forward.decodes.sizes[-1] == 4 * 5  # its token and drafts for each
-    check_greedy(reference, prompts, 40, answers)
+    helpers.check_greedy(reference, prompts, 40, answers)
     assert metrics["spec_decode_num_accepted_tokens"] > 20
     assert in_float32["replay"] - replays > metrics["num_steps"] / 2
 
