@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.sampling.drawing import process_logits
 from tests.helpers import table_checkpoint
-from tests.sampling.test_sampler import filtered_by_sorting
+from tests.sampling.test_sampler import filtered_by_sorting, metadata_of, row
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,12 @@ def test_processed_logprobs_are_those_that_tokens_are_sampled_from(enforce_eager
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
         assert output.outputs[0].cumulative_logprob == entry[drawn].logprob > -math.inf
         assert entry[drawn].rank == 1 + int((expected > expected[drawn]).sum())
+
+
+def test_a_sampled_token_is_not_excluded_and_a_row_may_have_none():
+    logits, tokens = torch.tensor([[1.0, 3.0, 2.0]] * 2), torch.tensor([2, -1])
+    found = process_logits(logits, metadata_of([row(top_k=1)] * 2), tokens)
+    assert found[:, 1:].tolist() == [[0.0, -1.0], [0.0, -math.inf]]
 
 
 def processed(logits, prompt, params):
