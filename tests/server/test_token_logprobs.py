@@ -104,7 +104,7 @@ def test_each_token_of_top_logprobs_has_a_name_of_its_own(kind):
     assert tokens[len(tokenizer) + 5] == b"", "a row of the logits that no token has"
     for _ in range(50):
         ids = rng.sample(range(len(tokenizer) + 3), 20)
-        names = tokens.names(entry_of(*ids))
+        names = tokens.names(dict(reversed(entry_of(*ids).items())))
         assert list(names.values()) == [-1.0 - rank for rank in range(20)]
     body = CompletionRequest(prompt="a", logprobs=3, return_tokens_as_token_ids=True)
     assert {*tokens.names(entry_of(7, 200, 250), by_id=True)} == {f"token_id:{one}" for one in (7, 200, 250)}
@@ -130,6 +130,12 @@ def test_the_texts_of_tokens_joined_are_the_text(size, kind):
     assert "".join(names).removeprefix(" ") == f"Hello{SENTENCE}"
     assert begun == b""
     assert all("\ufffd" not in name for name in names)
+
+
+def test_an_added_token_that_is_not_special_has_a_place_in_the_text():
+    tokenizer = byte_tokenizer(())
+    tokenizer.add_tokens(["<x>"])
+    assert TokenNames(tokenizer).offsets([len(tokenizer) - 1], 5, skip_special_tokens=True) == [5, 8]
 
 
 def test_other_tokens_after_part_of_a_character_complete_it_or_begin_their_own():
