@@ -25,20 +25,8 @@ from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.checkpoints.gguf import READERS
 from nanoengine.checkpoints.lora import PREFIX
 from nanoengine.checkpoints.quantized_formats import QuantizedFiles
-from tests.helpers import (
-    DEMO,
-    TINY,
-    change_tensors,
-    check_greedy,
-    edit_config,
-    greedy,
-    hf_model,
-    open_checkpoint,
-    random_prompts,
-    refuse,
-    slow,
-    tokens_of,
-)
+from tests import helpers
+from tests.helpers import TINY, change_tensors, edit_config, hf_model, open_checkpoint, refuse, slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
 
@@ -245,7 +233,7 @@ def write(path, stated, writer, model=None, pattern=PROJECTION):
 
 def check_equal(model, path, dtype="float32", max_tokens=12, **settings):
     """Compare tokens and a prompt's logprobs with transformers'. Return the bits of the quantized layers."""
-    prompts = random_prompts([3, 17, 40])
+    prompts = helpers.random_prompts([3, 17, 40])
     params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=0)
     with LLM(str(path), num_kv_blocks=40, dtype=dtype, **settings) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -258,7 +246,7 @@ def check_equal(model, path, dtype="float32", max_tokens=12, **settings):
         tolerance = 2e-4 if dtype == "float32" else 0.4
         assert torch.tensor(ours) == pytest.approx(theirs, abs=tolerance, rel=1e-4)
         if dtype == "float32":
-            check_greedy(model, [prompt], max_tokens, tokens_of([output]))
+            helpers.check_greedy(model, [prompt], max_tokens, helpers.tokens_of([output]))
     return {form.bits for form in layers if form is not None} - {0}
 
 
@@ -552,7 +540,7 @@ def merging_tokenizer(end="<|im_end|>"):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", end])
-    settings = {"eos_token": end, "chat_template": AutoTokenizer.from_pretrained(DEMO).chat_template}
+    settings = {"eos_token": end, "chat_template": AutoTokenizer.from_pretrained(helpers.DEMO).chat_template}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
@@ -625,7 +613,7 @@ def test_gguf_file_has_its_own_tokenizer_chat_template_and_eos(tmp_path):
         asked = SamplingParams(structured_outputs={"regex": "the the [0-9]{3}"})
         assert re.fullmatch("the the [0-9]{3}", llm.generate("a", asked, use_tqdm=False)[0].outputs[0].text)
     said = output.outputs[0].token_ids
-    assert said == greedy(model, output.prompt_token_ids, 12)[: len(said)]
+    assert said == helpers.greedy(model, output.prompt_token_ids, 12)[: len(said)]
     whole = ours.decode(said, skip_special_tokens=True)
     assert output.outputs[0].text.rstrip("\ufffd") == whole.rstrip("\ufffd")  # half a character is no text
 
