@@ -179,7 +179,7 @@ def keep_top(values: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32
         values.masked_fill_((ranks >= limits) & (limits > 0), -math.inf)
     if (top_p < 1).any():
         limits, probs = upload(top_p, values.device).unsqueeze(1), values.softmax(-1)
-        beyond = (probs.cumsum(-1).sub_(probs) >= limits) & (limits < 1)  # rounded, the sum may reach 1 early
+        beyond = probs.cumsum(-1).sub_(probs) >= limits  # infinite where there is no top_p
         del probs
         beyond[:, :1].fill_(False)  # the most probable stays, even if top_p is 0 in float32
         values.masked_fill_(beyond, -math.inf)
