@@ -71,7 +71,9 @@ def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_p
     assert (second.num_computed_tokens, second.block_table) == (0, [])
     while first.finish_reason is None:
         run_step(scheduler, token=9)
+    admitted = second.first_scheduled_time
     batch = run_step(scheduler, token=9)
+    assert second.first_scheduled_time == admitted
     # Its second full block was evicted for the first sequence. Its first block is hit.
     assert chunks_of(batch) == [(1, 4, 9)]
     scheduler._preempt(scheduler.running[-1], scheduler.running[0])
