@@ -411,6 +411,8 @@ def test_reasoning_in_the_input_is_that_of_the_next_message():
     thought["content"] = [{"type": "reasoning_text", "text": "Hm."}]
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
     empty = {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "x"}
-    found = messages_of([*said(("user", "Hi")), thought, call, empty, *said(("assistant", "5"))])
-    assert [message.get("reasoning_content") for message in found] == [None, "Hm.", None]
-    assert found[1]["tool_calls"][0]["id"] == "c"
+    steps = thought, call, call, thought, call, empty
+    found = messages_of([*said(("user", "Hi")), *steps, *said(("assistant", "5"))])
+    assert [message.get("reasoning_content") for message in found] == [None, "Hm.", "Hm.", None]
+    calls = [[one["id"] for one in message.get("tool_calls", ())] for message in found]
+    assert calls == [[], ["c", "c"], ["c"], []]

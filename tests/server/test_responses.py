@@ -69,6 +69,7 @@ def test_a_stream_s_events_are_in_order_and_end_with_the_whole_response(max_outp
     reason = whole.incomplete_details and whole.incomplete_details.reason
     ends = ("incomplete", "max_output_tokens") if max_output_tokens else ("completed", None)
     assert (whole.status, reason) == ends
+    assert whole.output[-1].status == whole.status
     with paced_steps(serving[1].engine):
         events = list(client.responses.create(**asked, stream=True))
     kinds = [event.type.removeprefix("response.") for event in events]
