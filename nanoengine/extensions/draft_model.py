@@ -27,10 +27,11 @@ import torch
 from nanoengine.assembly_types import Started
 from nanoengine.backends.kv_cache import block_bytes
 from nanoengine.checkpoints.checkpoint import Checkpoint
-from nanoengine.config import EngineConfig, SpeculativeConfig
+from nanoengine.config import EngineConfig
 from nanoengine.engine import Block, Chunk, ModelRunner, Prefix, ScheduledBatch, Sequence
 from nanoengine.extensions.speculative_decoding import DraftingScheduler
 from nanoengine.extensions.structured.token_masks import Constraint
+from nanoengine.speculative_config import SpeculativeConfig
 
 
 @dataclass(slots=True, eq=False)

@@ -19,8 +19,8 @@ from operator import eq
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from nanoengine.config import SpeculativeConfig
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
+from nanoengine.speculative_config import SpeculativeConfig
 
 
 class DraftingScheduler(Scheduler):

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.features import compare_drafts
 from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.config import SpeculativeConfig
 from nanoengine.extensions.speculative_decoding import DraftingScheduler, Lookup, NgramProposer, is_draft
 from nanoengine.metrics import Counter as MetricCounter
 from nanoengine.metrics import Vector
+from nanoengine.speculative_config import SpeculativeConfig
 from tests import helpers
 from tests.helpers import DEMO, chain_checkpoint, make_sequence, run_step
 from tests.laws import check_laws
