@@ -155,27 +155,15 @@ class Conversation(BaseModel):
         settings["add_generation_prompt"] = not goes_on if adds is None else adds
         if ToolChoice.read(self.tools, self.tool_choice).shown:
             settings["tools"] = self.tools
-        unread: list[str] = []
-
-        def rendered(is_wrapped: bool) -> dict[str, Any]:
-            messages = [with_arguments_read(one, unread, is_wrapped) for one in self.messages or []]
-            return render_chats(messages, tokenizer, encode, **settings)[0]
-
-        try:
-            prompt = rendered(is_wrapped=False)
-        except ValueError:
-            if not unread:
-                raise
-        else:
-            if all(text in prompt["prompt"] for text in unread):
-                return prompt
-        return rendered(is_wrapped=True)  # the template goes through the arguments, or writes them as JSON
+        takes_text = re.search(r"arguments\W{0,4}is string", str(tokenizer.chat_template)) is not None
+        messages = [with_arguments_read(one, takes_text) for one in self.messages or []]
+        return render_chats(messages, tokenizer, encode, **settings)[0]
 
 
-def with_arguments_read(message: dict[str, Any], unread: list[str], is_wrapped: bool) -> dict[str, Any]:
+def with_arguments_read(message: dict[str, Any], takes_text: bool) -> dict[str, Any]:
     """Return a message as chat templates expect it: tool arguments as objects, and content as text.
 
-    Arguments that are no JSON object are added to `unread`, and stay text unless is_wrapped.
+    Arguments that are no JSON object stay text, or become an object that holds it if the template needs one.
     """
     if not message.get("tool_calls"):
         return message
@@ -190,8 +178,7 @@ def with_arguments_read(message: dict[str, Any], unread: list[str], is_wrapped: 
         with suppress(ValueError, RecursionError):
             arguments = json.loads(text)
         if not isinstance(arguments, dict):
-            unread.append(text)
-            arguments = {"arguments": text} if is_wrapped else text
+            arguments = text if takes_text else {"arguments": text}
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
