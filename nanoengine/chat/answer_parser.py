@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from nanoengine.chat.call_arguments import (
-    PARAMETER,
-    CallEnd,
-    cast_to,
-    kinds_of,
-    listed,
-    read_calls,
-    read_content,
-)
+from nanoengine.chat.call_arguments import PARAMETER, CallEnd, listed, read_calls, read_content, typed
 from nanoengine.extensions.structured.json_schemas import literal
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import SamplingParams
@@ -548,10 +540,5 @@ class AnswerParser:
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise ValueError("no arguments")
-        schema = self.schemas.get(call["name"], {})
-        members = schema.get("properties") or {}
-        for name, value in arguments.items():
-            kinds = kinds_of(members.get(name, schema.get("additionalProperties")), schema) or {"string"}
-            if self.call_field.content != "json" or "string" not in kinds:  # JSON says what is a string
-                arguments[name] = cast_to(kinds, value)
+        arguments = typed(arguments, self.schemas.get(call["name"], {}), self.call_field.content == "json")
         return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}

@@ -151,6 +151,16 @@ def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
     return "".join([*pieces, with_keys(text[position:])])
 
 
+def typed(arguments: dict[str, Any], schema: dict[str, Any], is_json: bool) -> dict[str, Any]:
+    """Return a call's arguments with the types of their schema. In JSON, what may be a string is one."""
+    members, others = schema.get("properties") or {}, schema.get("additionalProperties")
+    found = {}
+    for name, value in arguments.items():
+        kinds = kinds_of(members.get(name, others), schema) or {"string"}
+        found[name] = value if is_json and "string" in kinds else cast_to(kinds, value)
+    return found
+
+
 def cast_to(kinds: set[str], value: Any) -> Any:
     """Convert a value written as text to one of these types of JSON. Returns it unchanged if that fails."""
     if not isinstance(value, str) or kinds == {"string"}:
