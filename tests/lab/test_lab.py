@@ -41,6 +41,8 @@ def test_times_are_those_computed_by_hand():
     assert report.output_tokens_per_s == pytest.approx(6 / 11.11)
     limits = (2.4, 1.4), (1.5, 1.4), (2.4, 1.3), (2.4, 1.2)
     assert [report.goodput(*one) for one in limits] == pytest.approx([1, 2 / 3, 2 / 3, 1 / 3])
+    alone = simulate(make_scheduler(), [Arrival(0.0, 3, 1)], COST)
+    assert np.isnan(alone.quantiles("itl")).all(), "one token, and no time between two"
 
 
 def test_a_token_that_a_preemption_delays_waits_from_the_token_before():
@@ -53,11 +55,6 @@ def test_a_token_that_a_preemption_delays_waits_from_the_token_before():
     assert report.latency.tolist() == [4.0, 6.0]
     assert sorted(report.itl) == [1.0] * 5 + [3.0]  # B's third token, from 2 to 5
     assert report.num_recomputed_tokens == 8  # its prompt and its first token; the second was pending
-
-
-def test_a_run_of_one_token_has_no_time_between_tokens():
-    report = simulate(make_scheduler(), [Arrival(0.0, 3, 1)], COST)
-    assert np.isnan(report.quantiles("itl")).all()
 
 
 def test_arrivals_are_drawn_as_the_clock_reaches_them():

@@ -152,7 +152,7 @@ def check(browser, step: int) -> None:
     assert blocks <= {*labels(browser)}
 
 
-def test_the_page_shows_the_right_owners_forwards_and_backwards(open_page):
+def test_the_page_shows_the_right_owners_forwards_backwards_and_while_it_plays(open_page):
     browser = open_page(small_run())
     check(browser, 1)
     enabled = {name: browser.find_element(By.ID, name).is_enabled() for name in ("event", "hit", "eviction")}
@@ -167,10 +167,7 @@ def test_the_page_shows_the_right_owners_forwards_and_backwards(open_page):
         if number in STEPS:
             check(browser, number)
     assert not any(browser.find_element(By.ID, name).is_enabled() for name in ("eviction", "forward"))
-
-
-def test_the_page_plays_to_the_end_and_stops(open_page):
-    browser = open_page(small_run())
+    press(browser, Keys.HOME)
     browser.execute_script("document.getElementById('speed').value = '60'")
     press(browser, Keys.SPACE)
     wait_until(lambda: text_of(browser, "number") == "4")
