@@ -96,11 +96,10 @@ class Detokenizer:
         shown, self.held_back = text[:safe], text[safe:]
         if self.num_tokens > params.min_tokens or params.min_tokens == 0:
             # A match must end in the new text: an earlier one was already found, or was ignored.
-            starts = {one: text.find(one, max(0, old - len(one) + 1)) for one in params.stop_strings}
-            stop = min((one for one in starts if starts[one] >= 0), key=starts.__getitem__, default=None)
-            if stop is not None:
-                end = starts[stop] + len(stop) * params.include_stop_str_in_output
-                shown, self.held_back = "", text[:end]
+            starts = [(text.find(one, max(0, old - len(one) + 1)), one) for one in params.stop_strings]
+            if found := [pair for pair in starts if pair[0] >= 0]:
+                at, stop = min(found, key=lambda pair: pair[0])
+                shown, self.held_back = "", text[: at + len(stop) * params.include_stop_str_in_output]
         self.pieces.append(shown if self.content_of is None else new)
         return stop
 
