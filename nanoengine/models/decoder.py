@@ -31,8 +31,8 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
     """
     if (scaled := ROPE_INIT_FUNCTIONS.get(rope["rope_type"])) is not None:
         fields: dict[str, Any] = {"rope_parameters": rope, "hidden_size": head_dim, "num_attention_heads": 1}
-        config = PreTrainedConfig(max_position_embeddings=1, **fields)  # the rope has its own number
-        return scaled(config, torch.device("cpu"))
+        fields["max_position_embeddings"] = 1  # not used: the rope has its own number
+        return scaled(PreTrainedConfig(**fields), torch.device("cpu"))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     divisors = torch.tensor(rope.get("divisors", 1.0), device="cpu")
     return 1.0 / rope["rope_theta"] ** exponents / divisors, 1.0
