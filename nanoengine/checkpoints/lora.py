@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.checkpoints.safetensors_files import as_value_error, open_tensors, read_json
+from nanoengine.checkpoints.safetensors_files import ADAPTER_CONFIG, as_value_error, open_tensors, read_json
 
 PREFIX = "base_model.model."
 # Field of adapter_config.json -> its supported values. Other values would change the merged weights.
@@ -47,7 +47,7 @@ class Adapter:
 
     def __init__(self, path: Path, is_part: bool = False) -> None:
         self.path = path
-        config_path, file = path / "adapter_config.json", path / "adapter_model.safetensors"
+        config_path, file = path / ADAPTER_CONFIG, path / "adapter_model.safetensors"
         for one in (config_path, file):
             if not one.is_file():
                 raise ValueError(f"lora must be the directory of a PEFT adapter: {path} has no {one.name}")

@@ -1,6 +1,7 @@
 """Reads a checkpoint's safetensors files by name, and has the checks that every checkpoint needs."""
 
 import json
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,10 @@ from transformers import AutoConfig
 
 from nanoengine.backends.quantization import Quantized
 from nanoengine.signals import uninterrupted
+
+ADAPTER_CONFIG = "adapter_config.json"  # beside a LoRA adapter
+# Masks and frequencies that old checkpoints hold. They are no weights, and transformers ignores them too.
+OLD_BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn(\.attention)?\.bias)$")
 
 
 class TensorHeader(NamedTuple):
@@ -38,7 +43,7 @@ class Files:
             tensors = open_tensors(file)
             for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
                 name = saved_name if rename is None else rename(saved_name)
-                if name is None or name.endswith("rotary_emb.inv_freq"):  # a buffer in old Llama checkpoints
+                if name is None or OLD_BUFFER.search(name):
                     continue
                 if name in self.headers:
                     where = f"{self.headers[name].file.name} and {file.name}"
@@ -123,8 +128,8 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
     """Return the transformers config of a directory, with the quantization settings of other files."""
     file = path / "config.json"
     if not file.is_file():
-        if (path / "adapter_config.json").is_file():
-            base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        if (path / ADAPTER_CONFIG).is_file():
+            base = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise ValueError(
                 f"{path} holds a LoRA adapter and no model; load {base!r} with lora={str(path)!r}"
             )

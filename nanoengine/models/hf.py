@@ -36,6 +36,8 @@ from nanoengine.checkpoints.hf_config import (
     check_config,
 )
 from nanoengine.checkpoints.safetensors_files import (
+    ADAPTER_CONFIG,
+    OLD_BUFFER,
     UnsupportedModelError,
     as_value_error,
     check_dtypes,
@@ -332,11 +334,14 @@ def _load_transformers(
             return auto.from_config(**settings)
     files = checkpoint.open_files()  # its errors are clearer than transformers'
     source: str | None = str(path)
+    # from_pretrained would apply an adapter beside the weights, if PEFT is installed, and not merge it.
+    kind = type(checkpoint.hf_config)
+    has_adapter = kind in MODEL_FOR_CAUSAL_LM_MAPPING and (path / ADAPTER_CONFIG).is_file()
     shapes: dict[str, tuple[int, ...]] = {}  # of the weights of quantized layers
     if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
         source, settings["gguf_file"] = str(path.parent), path.name
-    elif path.suffix == ".gguf" or checkpoint.quantization is not None:
-        auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # headers use its names
+    elif path.suffix == ".gguf" or checkpoint.quantization is not None or has_adapter:
+        auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[kind], None  # headers use its names
         shapes = _find_quantized(auto, checkpoint, files, set() if adapter is None else adapter.names())
         read = ((name, files.read(name)) for name in files.headers if name not in shapes)
         settings["state_dict"] = {name: floats(tensor, dtype) for name, tensor in read}
@@ -394,6 +399,7 @@ def _check_loaded(
         name
         for name in report["unexpected_keys"]
         if (name in headers or not checkpoint.is_part) and not checkpoint.is_draft_tensor(name)
+        if not OLD_BUFFER.search(name)
     ]
     refuse_misfit(path, missing=set(report["missing_keys"]), unexpected=unexpected)
 

@@ -14,6 +14,7 @@ from nanoengine.backends.quantization import Quantized, Target, fill_quantized, 
 from nanoengine.backends.threads import on_all_cores
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.checkpoints.safetensors_files import (
+    ADAPTER_CONFIG,
     Files,
     MisfitError,
     TensorHeader,
@@ -24,6 +25,7 @@ from nanoengine.checkpoints.safetensors_files import (
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.models.decoder import Decoder
 from nanoengine.signals import uninterrupted
+from nanoengine.timing import log
 
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
     from nanoengine.checkpoints.lora import Adapter
@@ -49,6 +51,8 @@ def load_model(
         from nanoengine.checkpoints.lora import Adapter
 
         adapter = Adapter(Path(config.lora), checkpoint.is_part)
+    elif (checkpoint.path / ADAPTER_CONFIG).is_file():
+        log.warning("%s also holds an adapter, which is not merged: set lora to merge it", checkpoint.path)
     if checkpoint.decoder_config is not None:
         try:
             model = _load_decoder(checkpoint, config, target, shard, adapter)

@@ -247,6 +247,15 @@ def test_tensors_of_a_language_part_are_checked_strictly(present, name, reason, 
     refuse(tmp_path, reason, model_impl=impl)
 
 
+@pytest.mark.parametrize("name", ["gpt-neo", "gemma3"])
+def test_masks_and_frequencies_in_old_checkpoints_are_ignored(name, tmp_path):
+    helpers.hf_model(name).save_pretrained(tmp_path)
+    names = "rotary_emb.inv_freq", "attn.masked_bias", "attn.bias", "attn.attention.bias"
+    helpers.change_tensors(tmp_path, lambda t: t.update((f"h.0.{one}", torch.ones(4)) for one in names))
+    with LLM(str(tmp_path), num_kv_blocks=4, enforce_eager=True) as llm:
+        assert llm.generate([1, 2], SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+
+
 def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
     """In the table of models it is asked for tokens that its temperature by position changes."""
     config = transformers.Llama4TextConfig(**TINY, attention_chunk_size=100)

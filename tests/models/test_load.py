@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import peft
 import pytest
 import tokenizers
 import tokenizers.models
@@ -224,6 +225,14 @@ def test_draft_layers_are_ignored_and_logged(copy, names, impl, caplog, tmp_path
     check_served(copy, checkpoint(NAME, tmp_path_factory)[1], model_impl=impl)
     said = f"ignoring {len(names)} tensors of layers that the config does not have, .* '{min(names)}'"
     assert re.search(said, caplog.text)
+
+
+@IMPLS
+def test_an_adapter_beside_the_weights_is_left_out_and_logged(copy, impl, caplog, tmp_path_factory):
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(hf_model(NAME), config).save_pretrained(copy)
+    check_served(copy, checkpoint(NAME, tmp_path_factory)[1], model_impl=impl)
+    assert "also holds an adapter, which is not merged: set lora" in caplog.text
 
 
 def test_tensorflow_names_of_norms_are_read_as_transformers_does(copy, tmp_path):
