@@ -18,20 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nanoengine.checkpoints.hf_config import language_part
 from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
-from tests.helpers import (
-    ALTERNATING,
-    GEMMA,
-    GEMMA3N,
-    GEMMA4,
-    IN_GROUPS,
-    LATENT,
-    MOE,
-    TINY,
-    check_served,
-    composite_of,
-    open_checkpoint,
-    with_random_norms,
-)
+from tests import helpers
+from tests.helpers import GEMMA, GEMMA4, TINY
 
 PAGE = Path(__file__).parent.parent / "docs" / "guide" / "models.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
@@ -50,8 +38,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     "num_experts_per_tok": 2,
-    **IN_GROUPS,
-    **LATENT,
+    **helpers.IN_GROUPS,
+    **helpers.LATENT,
     **dict.fromkeys(("head_dim", "v_head_dim"), 16),
     "unpadded_vocab_size": TINY["vocab_size"],
     "is_decoder": True,
@@ -62,7 +50,7 @@ SMALL_VISION = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers":
 HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 LINEAR = {**HYBRID, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
-FEW_EXPERTS = {"num_experts": 4, **MOE, "shared_expert_intermediate_size": 32}
+FEW_EXPERTS = {"num_experts": 4, **helpers.MOE, "shared_expert_intermediate_size": 32}
 LLAMA4: dict[str, Any] = {"num_local_experts": 4, "intermediate_size_mlp": 96, "head_dim": 16}
 LLAMA4 |= {"attention_chunk_size": 128, "floor_scale": 16, "attn_scale": 0.5}
 LLAMA4["no_rope_layers"] = [1, 0]  # the second scales its queries by position
@@ -70,7 +58,7 @@ WITHOUT_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input"
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 16}
 ROPES = {"rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}
 CHANGES: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {**ALTERNATING, **ROPES},
+    "cohere_compass_text": {**helpers.ALTERNATING, **ROPES},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -83,7 +71,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 24},
     "gptj": {"rotary_dim": 8},
     "gemma3": {"text_config": {**TINY, "head_dim": 16}, "vision_config": SMALL_VISION},
-    "gemma3n": {"text_config": {**TINY, **GEMMA, **GEMMA3N}},
+    "gemma3n": {"text_config": {**TINY, **GEMMA, **helpers.GEMMA3N}},
     "gemma4": {"text_config": {**TINY, **GEMMA, **GEMMA4, "pad_token_id": 0}, "vision_config": SMALL_VISION},
     "gemma4_unified": {"text_config": {**TINY, **GEMMA, **GEMMA4, "pad_token_id": 0}},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128},
@@ -135,7 +123,7 @@ def small_model(config: Any) -> Any:
     if num_parameters > MAX_PARAMETERS:
         raise UnsupportedModelError("is not supported: not tested, because it cannot be made small")
     torch.manual_seed(0)
-    return with_random_norms(AutoModelForCausalLM.from_config(config).eval())
+    return helpers.with_random_norms(AutoModelForCausalLM.from_config(config).eval())
 
 
 def outcome(model_type: str) -> str:
@@ -151,14 +139,14 @@ def outcome(model_type: str) -> str:
             raise ValueError(f"CHANGES has to say how a small {model_type} is configured: {error}") from error
         config.save_pretrained(path)
         try:
-            open_checkpoint(path)  # most refusals need no model
+            helpers.open_checkpoint(path)  # most refusals need no model
             try:
                 model = small_model(config)
                 model.save_pretrained(path)
             except ImportError:  # its other parts need a library: the language model, under its names there
                 model = small_model(language_part(config))
-                composite_of(model, config, (r"^model\.", "model.language_model."), Path(path))
-            return SERVED[check_served(Path(path), model, LENGTHS, NUM_NEW) == "transformers'"]
+                helpers.composite_of(model, config, (r"^model\.", "model.language_model."), Path(path))
+            return SERVED[helpers.check_served(Path(path), model, LENGTHS, NUM_NEW) == "transformers'"]
         except UnsupportedModelError as error:
             return str(error).partition("is not supported: ")[2]
 

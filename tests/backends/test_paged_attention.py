@@ -11,20 +11,8 @@ from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.paged_attention import Settings, TorchAttention
-from tests.attention import (
-    BOTH,
-    CAPPED,
-    MIXED,
-    SINKS,
-    SLOPES,
-    TOLERANCE,
-    WITH_ALIBI,
-    WITH_SINKS,
-    case_id,
-    check_attention,
-    dense,
-    metadata_of,
-)
+from tests import attention
+from tests.attention import BOTH, CAPPED, MIXED, WITH_ALIBI, WITH_SINKS, case_id, dense
 from tests.helpers import slow
 
 
@@ -34,7 +22,7 @@ def check(request):
     name, int8 = request.param.split()[0], "int8" in request.param
     in_torch = int8_cache.Int8Attention if int8 else TorchAttention
     on_cpu = functools.partial(CompiledAttention, kernels=Kernels(int8_cache=int8))
-    return functools.partial(check_attention, on_cpu if name == "compiled" else in_torch, int8=int8)
+    return functools.partial(attention.check_attention, on_cpu if name == "compiled" else in_torch, int8=int8)
 
 
 LONG = [(1, 255), (1, 256), (1, 257), (1, 700), (9, 300), (1, 1), (1, 33)]  # of several spans of keys
@@ -80,7 +68,7 @@ def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(check, len
 
 def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
     monkeypatch.setattr("nanoengine.backends.paged_attention.SCORES_PER_SLICE", 4 * 90 * 7)
-    check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS, alibi_slopes=SLOPES)
+    check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=attention.SINKS, alibi_slopes=attention.SLOPES)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -132,14 +120,14 @@ def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(exact, int8,
         held = (x.flatten(0, 1)[slots] for x in (cache.k, cache.v))
         held = (int8_cache.dequantize(x, torch.float32) if int8 else x for x in held)
         expected = dense(q[i : i + 1], *held, **{n: x for n, x in of_all._asdict().items() if n != "out"})[0]
-        tolerance = TOLERANCE[dtype]
+        tolerance = attention.TOLERANCE[dtype]
         torch.testing.assert_close(together[i].double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_a_discarded_write_leaves_shared_blocks_untouched():
     cache = KVCache(torch.randn(3, 4, 1, 8), torch.randn(3, 4, 1, 8))
     before = cache.k[1:].clone()
-    metadata = metadata_of([(1, 8)], torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([0]))
+    metadata = attention.metadata_of([(1, 8)], torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([0]))
     q, k = torch.randn(1, 2, 8), torch.randn(1, 1, 8)
     TorchAttention(metadata, 4)(q, k, k, cache, scale=1.0)
     assert torch.equal(cache.k[1:], before)

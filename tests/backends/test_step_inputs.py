@@ -48,6 +48,7 @@ def test_a_batch_says_which_rows_are_needed_whether_tokens_are_cached_and_how_ma
         metadata = build_inputs(batch_of(*chunks), 4).metadata
         assert metadata.needed_rows.tolist() == needed
         assert (metadata.num_leading_decodes, metadata.has_cached_tokens) == (num_decodes, is_cached)
+        assert metadata.has_decodes == any(end - start == 1 for _, start, end in chunks)
 
 
 def test_decodes_are_padded_with_sequences_in_the_null_block():
