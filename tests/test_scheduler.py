@@ -150,3 +150,6 @@ def test_a_sequence_that_is_not_ready_is_left_out_and_delays_no_other():
     assert not scheduler.schedule().chunks
     late.clear()
     assert chunks_of(run_step(scheduler)) == [(1, 4, 5), (3, 4, 5)]
+    scheduler.max_num_seqs = 4
+    scheduler.add(make_sequence(4, [1] * 4, max_tokens=9))
+    assert [seq_id for seq_id, _, _ in chunks_of(run_step(scheduler))] == [1, 3, 2, 4], "two are admitted"
