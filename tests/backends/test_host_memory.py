@@ -152,7 +152,7 @@ def test_limits_of_the_process_bound_the_available_memory(kind, used):
     resource.setrlimit(name, (limit, before[1]))
     try:
         found = available_memory()
-        assert 500 << 20 < found.num_bytes <= 512 << 20
+        assert 500 << 20 < found.num_bytes < 513 << 20  # the process may have freed some since
         assert found.limit.startswith(f"RLIMIT_{kind} is ")
         if kind == "AS":  # without the bound, the cache of 10,000 sequences would need more addresses
             with LLM("demo", max_num_seqs=10_000) as llm:
