@@ -71,9 +71,8 @@ def test_no_eviction_finds_more_than_the_optimum(seed):
     rng = random.Random(seed)
     trace = one_at_a_time([rng.choice("abc") for _ in range(7)])
     trace = [one._replace(arrival_time=one.arrival_time * rng.choice([0.05, 1])) for one in trace]
-    lengths = [rng.choice([5, 9, 13]) for _ in trace]
     trace = [
-        one._replace(num_prompt_tokens=n, num_prefix_tokens=n) for one, n in zip(trace, lengths, strict=True)
+        one._replace(num_prompt_tokens=(n := rng.choice([5, 9, 13])), num_prefix_tokens=n) for one in trace
     ]
     scheduler = make_scheduler(8, max_num_seqs=2)
     recorded = Accesses(scheduler)
@@ -88,12 +87,9 @@ def test_no_eviction_finds_more_than_the_optimum(seed):
 def test_no_policy_finds_more_than_the_optimum_for_its_order(name):
     rng, gained = random.Random(1), 0
     for _ in range(20):
-        trace = one_at_a_time([rng.choice("abcdef") for _ in range(30)], 13)
         trace = [
-            one._replace(
-                arrival_time=0.4 * number, num_output_tokens=rng.randint(1, 9), priority=rng.randint(0, 2)
-            )
-            for number, one in enumerate(trace)
+            Arrival(0.4 * i, 13, rng.randint(1, 9), name, 13, priority=rng.randint(0, 2))
+            for i, name in enumerate([rng.choice("abcdef") for _ in range(30)])
         ]
         report = simulate(make_scheduler(14, scheduler=POLICIES[name]), trace, COST)
         assert report.hit_rate <= report.optimal_hit_rate
