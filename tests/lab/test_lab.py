@@ -12,7 +12,6 @@ import pytest
 
 from nanoengine import lab
 from nanoengine.cli import lab as lab_command
-from nanoengine.cli.lab import main
 from nanoengine.config import EngineConfig
 from nanoengine.lab.arrivals import Arrival, agent_sessions, generate_arrivals, parse_lengths, read_arrivals
 from nanoengine.lab.policies.names import POLICIES
@@ -159,9 +158,7 @@ def test_no_cost_is_below_zero():
     """If longer contexts happened to be faster, their cost is 0, and the other costs are fitted alone."""
     falling = synthetic_steps(CostModel(step=3e-2, token=4e-5, context=-4e-7))
     step, token, context = fit_costs(falling)
-    assert context == 0
-    assert step > 0
-    assert token > 0
+    assert context == 0 < min(step, token)
     shown = [Step(num_tokens, 0, seconds) for num_tokens, _, seconds in falling]
     assert (step, token) == pytest.approx(fit_costs(shown)[:2])
 
@@ -242,8 +239,7 @@ def test_lengths_follow_the_requested_distribution():
     long_tailed = [parse_lengths("100~1")(rng) for _ in range(5000)]
     assert statistics.median(long_tailed) == pytest.approx(100, rel=0.05)
     assert statistics.fmean(long_tailed) == pytest.approx(100 * np.exp(0.5), rel=0.1)
-    assert 1 <= min(long_tailed) < 10
-    assert max(long_tailed) <= 2009
+    assert 1 <= min(long_tailed) < 10 < max(long_tailed) <= 2009
     assert {parse_lengths("1~3")(rng) for _ in range(100)} > {1}
 
 
@@ -312,9 +308,7 @@ GOOD = {"arrival_time": 0.0, "num_prompt_tokens": 3, "num_output_tokens": 2}
         (json.dumps(GOOD | {"hash_ids": 3}), "not iterable"),
         (json.dumps(GOOD | {"pause": -1}), "pause"),
         (json.dumps({"timestamp": 5}), "num_prompt_tokens"),
-        (json.dumps(GOOD | {"arrival_time": -1}), "arrival_time"),
-        (json.dumps(GOOD | {"arrival_time": "1"}), "arrival_time"),
-        (json.dumps(GOOD | {"arrival_time": float("nan")}), "arrival_time"),
+        *((json.dumps(GOOD | {"arrival_time": one}), "arrival_time") for one in (-1, "1", float("nan"))),
         (json.dumps(GOOD | {"prefix": "a", "num_prefix_tokens": 4}), "num_prefix_tokens must be .*, got 4"),
         (json.dumps(GOOD | {"num_prefix_tokens": 2}), "num_prefix_tokens must be .*, got 2"),
     ],
@@ -329,7 +323,7 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path, line, message):
 @pytest.fixture
 def run_lab(capsys):
     def run(*arguments: str):
-        main(list(arguments))
+        lab_command.main(list(arguments))
         return capsys.readouterr()
 
     return run
@@ -362,9 +356,8 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatc
     noted = lambda *given: calibrations.append(calibrate(*given)) or calibrations[0]  # noqa: E731
     monkeypatch.setattr(lab_command, "calibrate", noted)
     printed = run_lab("--fit", str(DEMO), "--fit-seconds", "0.05", "--num-requests", "5").out
-    costs = re.search(r"--cost (\S+)", printed)[1].split(",")
-    assert len(costs) == 3
-    assert float(costs[0]) > 0
+    step, _, _ = re.search(r"--cost (\S+)", printed)[1].split(",")
+    assert float(step) > 0
     cost, _, others, measured, simulated = calibrations[0]
     assert cost.error(others) > 0
     assert len(measured.ttft) == len(simulated.ttft) >= 10
@@ -391,7 +384,7 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatc
 def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(lab_command, "simulate", None)
     with pytest.raises(SystemExit):
-        main(arguments)
+        lab_command.main(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -404,5 +397,4 @@ def test_the_command_compares_policies_in_one_table(run_lab):
     columns = {name.strip(): place for place, name in enumerate(head)}
     hits, best = ([float(row[columns[name]].strip(" %")) for row in rows] for name in ("hits", "Belady"))
     assert all(0 < one <= most for one, most in zip(hits, best, strict=True))
-    assert "goodput" in columns
-    assert "recomputed" in columns
+    assert {"goodput", "recomputed"} <= columns.keys()
