@@ -67,16 +67,11 @@ FITTING: list[tuple[str, dict]] = [
     ("free", {"any": ["thing"]}),
 ]
 OTHERS: list[tuple[str, dict]] = [
-    ("place.more", {"kind": "y"}),
-    ("place.more", {}),
-    ("place.more", {"kind": "x", "at": {"n": "5"}}),
-    ("place.more", {"kind": "x", "at": {}}),
-    ("place.more", {"kind": "x", "code": "ab"}),
-    ("place.more", {"kind": "x", "code": "aaaaa"}),
-    ("place.more", {"kind": "x", "other": 1}),
-    ("place", {"n": "five"}),
-    ("place", {"n": 7, "m": 7}),
-    ("placed", {"n": 7}),
+    *(("place.more", given) for given in ({"kind": "y"}, {})),
+    *(("place.more", {"kind": "x", "at": at}) for at in ({"n": "5"}, {})),
+    *(("place.more", {"kind": "x", "code": code}) for code in ("ab", "aaaaa")),
+    *(("place.more", {"kind": "x", "other": 1}), ("placed", {"n": 7})),
+    *(("place", {"n": "five"}), ("place", {"n": 7, "m": 7})),
 ]
 PROSE = ["", "No call.", "[1] says {x} = 2", "Ends with <", "1 < 2", "to be"]
 
@@ -99,6 +94,10 @@ def opened():
         grammars.close()
 
 
+def accepts(constraint, token_ids):
+    return constraint.catch_up(token_ids) and constraint.matcher.is_accepting()
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_calls_of_strict_tools_fit_their_schemas(name, opened):
     _, text_of_call, before, after = WRITERS[name]
@@ -106,8 +105,7 @@ def test_calls_of_strict_tools_fit_their_schemas(name, opened):
     make = grammars.compile(StructuredOutputsParams(grammar=strict_calls(formats, TOOLS)))
 
     def is_allowed(text):
-        constraint = make()
-        return constraint.catch_up(tokenizer(text).input_ids) and constraint.matcher.is_accepting()
+        return accepts(make(), tokenizer(text).input_ids)
 
     for text in PROSE:
         assert is_allowed(text), text
@@ -163,10 +161,7 @@ def test_references_in_a_tool_s_schema_stay_within_it(opened):
     parameters = {"properties": properties, "required": ["name", "b"]}
     tools = [{"function": {"name": "f", "parameters": parameters}}]
     make = grammars.compile(StructuredOutputsParams(grammar=required_calls(formats, tools, True)))
-    for b, c, fits in (
-        (2, {"name": 2, "b": 1}, True),
-        (3, {"name": 2, "b": 1}, False),
-        (2, {"name": 2}, False),
-    ):
-        constraint, text = make(), write(WRITERS["hermes"][1], "f", {"name": 1, "b": b, "c": c})
-        assert (constraint.catch_up(tokenizer(text).input_ids) and constraint.matcher.is_accepting()) == fits
+    inner = {"name": 2, "b": 1}
+    for b, c, fits in ((2, inner, True), (3, inner, False), (2, {"name": 2}, False)):
+        text = write(WRITERS["hermes"][1], "f", {"name": 1, "b": b, "c": c})
+        assert accepts(make(), tokenizer(text).input_ids) == fits
