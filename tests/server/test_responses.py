@@ -13,8 +13,6 @@ from tests.serving import http, paced_steps
 
 QUESTION = "What is 27 + 58?"
 ANSWER = "27 + 58 = 85"
-
-
 ASKED = {"role": "user", "content": QUESTION}
 SAID: dict = {"role": "assistant", "id": "msg_1", "status": "completed", "type": "message"}
 SAID["content"] = [{"type": "output_text", "text": "Ho", "annotations": []}]
@@ -39,9 +37,9 @@ def test_an_input_in_each_form_is_a_conversation(given, instructions, texts, cli
     response = client.responses.create(model="demo", input=given, instructions=instructions, temperature=0)
     assert response.output_text == chat.choices[0].message.content
     assert (response.status, response.object, response.model) == ("completed", "response", "demo")
-    assert response.usage.input_tokens == chat.usage.prompt_tokens
-    assert response.usage.output_tokens == chat.usage.completion_tokens
-    assert response.usage.total_tokens == chat.usage.total_tokens
+    usage, expected = response.usage, chat.usage
+    assert (usage.input_tokens, usage.output_tokens) == (expected.prompt_tokens, expected.completion_tokens)
+    assert usage.total_tokens == expected.total_tokens
     assert (response.instructions, response.temperature) == (instructions, 0)
 
 
@@ -111,8 +109,7 @@ def test_a_function_is_called_and_its_output_is_part_of_the_next_input(client):
 
 
 def test_the_items_of_a_stream_are_text_and_calls_in_order():
-    ticket = Ticket("1", "POST", "/v1/responses")
-    stream = ResponseStream(ResponsesRequest(input=QUESTION), ticket, "demo")
+    stream = ResponseStream(ResponsesRequest(input=QUESTION), Ticket("1", "POST", "/v1/responses"), "demo")
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     pieces = [{"content": "So"}, {"content": ":"}, {"content": None, "tool_calls": [call]}, {"content": "!"}]
     events = [event for piece in pieces for event in stream.piece(piece)]
