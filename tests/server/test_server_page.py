@@ -65,8 +65,7 @@ def test_a_question_is_answered_and_sent_again_with_the_next_one(page, serving, 
     wait_until(lambda: len(find(page, ".note")) == 1)
     assert texts(page, ".message") == ["What is 27 + 58?", "27 + 58 = 85"]
     assert texts(page, ".note")[0].startswith("13 tokens in ")
-    write(page, "What is 3 + 4?")
-    press_send(page)
+    write(page, "What is 3 + 4?" + Keys.ENTER)
     wait_until(lambda: len(find(page, ".note")) == 2)
     sent = [one["content"] for one in bodies[1].messages]
     assert sent == ["What is 27 + 58?", "27 + 58 = 85", "What is 3 + 4?"]
@@ -77,8 +76,7 @@ def test_a_question_is_answered_and_sent_again_with_the_next_one(page, serving, 
 def test_an_answer_is_streamed_and_stop_also_ends_it_on_the_server(page, serving):
     _, service = serving
     with held_steps(service.engine) as steps:
-        write(page, "Count from 1 to 90.")
-        press_send(page)
+        write(page, "Count from 1 to 90." + Keys.ENTER)
         wait_until(lambda: len(find(page, ".message")) == 2)
         for _ in range(4):
             before = texts(page, ".message")[-1]
@@ -98,8 +96,7 @@ def test_an_answer_is_streamed_and_stop_also_ends_it_on_the_server(page, serving
 
 def test_a_new_chat_can_begin_during_an_answer(page, serving):
     with held_steps(serving[1].engine):
-        write(page, "Count from 1 to 90.")
-        press_send(page)
+        write(page, "Count from 1 to 90." + Keys.ENTER)
         wait_until(lambda: len(find(page, ".message")) == 2)
         page.find_element(By.ID, "new").click()
         wait_until(lambda: find(page, ".message") + find(page, ".note") == [])
