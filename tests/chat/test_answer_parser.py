@@ -379,11 +379,9 @@ def test_a_required_call_is_json_where_a_format_has_no_grammar():
 def test_structured_output_is_unchanged_content():
     text = '{"t": "<think>x</think><tool_call>{}</tool_call>", "name": "Bob"}'
     for calls in TOOL_FORMATS:
-        for written, expected in (
-            (text, [("content", text)]),
-            (f"<think>Hm.</think>{text}", [("reasoning", "Hm."), ("content", text)]),
-        ):
-            assert taken_apart(parser_of(calls, "deepseek_r1", is_structured=True), written) == expected
+        for written, thought in ((text, []), (f"<think>Hm.</think>{text}", [("reasoning", "Hm.")])):
+            parser = parser_of(calls, "deepseek_r1", is_structured=True)
+            assert taken_apart(parser, written) == [*thought, ("content", text)]
 
 
 @pytest.mark.parametrize(
@@ -392,26 +390,18 @@ def test_structured_output_is_unchanged_content():
         ("harmony", " to=functions.", "a"),
         ("harmony", "", "<|channel|>"),
         ("harmony", "", "<|channel|>final<|message|>a<|end|>"),
-        ("hermes", "", "\n"),
-        ("hermes", "", "<tool_call>"),
-        ("hermes", "", "<tool_call>{}</tool_call>"),
-        ("hermes", "", '<tool_call>"</tool_call>'),
+        *(("hermes", "", one) for one in ("\n", "<tool_call>", '<tool_call>\\"</tool_call>')),
+        *(("hermes", "", f"<tool_call>{one}</tool_call>") for one in ("{}", '"')),
         ("hermes", "```\n", '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
         ("hermes", "```", "`"),
         ("hermes", "", '<tool_call>{"a</tool_call>\\n'),
-        ("hermes", '<tool_call>{"a": "', "</tool_call>"),
-        ("hermes", '<tool_call>{"a": "', '</tool_call><tool_call>"'),
-        ("hermes", "", '<tool_call>\\"</tool_call>'),
+        *(("hermes", '<tool_call>{"a": "', f"</tool_call>{one}") for one in ("", '<tool_call>"')),
         ("gemma4", "", '<|tool_call>call:add{a:<|"|><tool_call|>'),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": "', "[TOOL_CALLS]"),
         ("qwen3_coder", CODER + "<parameter=a>", CODER + "<parameter=a>" + CODER_END),
-        ("qwen3_coder", CODER + "<parameter=a>", CODER_END),
-        ("qwen3_coder", CODER + "<parameter=a>", "</parameter>"),
-        ("mistral", "[TOOL_CALLS]", "a"),
-        ("mistral", "", "[TOOL_CALLS]a[ARGS]{}"),
-        ("qwen3_coder", CODER, "<parameter=a>\n"),
-        ("qwen3_coder", CODER, "<parameter="),
-        ("qwen3_coder", CODER, "<parameter=a>5</parameter>"),
+        *(("qwen3_coder", CODER + "<parameter=a>", one) for one in (CODER_END, "</parameter>")),
+        *(("mistral", *one) for one in (("[TOOL_CALLS]", "a"), ("", "[TOOL_CALLS]a[ARGS]{}"))),
+        *(("qwen3_coder", CODER, f"<parameter={one}") for one in ("a>\n", "", "a>5</parameter>")),
         ("qwen3_coder", "", "<tool_call><function=add></function></tool_call>"),
         ("gemma4", "<|tool_call>call:add{", 'a:<|"|>x<|"|>,'),
         ("functiongemma", "<start_function_call>call:add{", "a:<escape>x<escape>,"),
@@ -509,8 +499,7 @@ def test_a_template_whose_regions_open_and_close_without_text_ends():
     ],
 )
 def test_the_chat_template_selects_the_formats(template, calls, reasoning):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = template
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, chat_template=template)
     formats = choose_formats(tokenizer)
     assert formats[:2] == (calls, reasoning)
     assert str(calls or "left as text") in formats.describe()
@@ -581,9 +570,8 @@ def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
         events = list(stream)
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == whole.finish_reason == "tool_calls"
-    assert final.message.content == whole.message.content == "So:"
-    assert final.message.role == whole.message.role == "assistant"
     for message in (final.message, whole.message):
+        assert (message.content, message.role) == ("So:", "assistant")
         assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 2, "b": 40}] * 2
         assert len({call.id for call in message.tool_calls}) == 2
     assert whole.message.reasoning == whole.message.reasoning_content == "I add."
@@ -591,8 +579,8 @@ def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
     assert done == ["add", "add"]
     deltas = [one.chunk.choices[0].delta for one in events if one.type == "chunk" and one.chunk.choices]
     assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "I add."
-    one = client.chat.completions.create(**settings, parallel_tool_calls=False).choices[0].message
-    assert len(one.tool_calls) == 1
+    one = client.chat.completions.create(**settings, parallel_tool_calls=False)
+    assert len(one.choices[0].message.tool_calls) == 1
 
 
 def test_with_tool_choice_none_tools_are_not_shown_and_calls_not_parsed(client, script):
