@@ -16,6 +16,7 @@ from tests.helpers import DEMO, slow
 from tests.serving import TEMPLATE, held_steps, http, post, scripted
 
 HELLO: dict = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
+CONTINUES = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +101,7 @@ def said(*pairs):
 
 
 def rendered(template, messages):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    (found,) = render_chats(messages, tokenizer, chat_template=template)
+    (found,) = render_chats(messages, AutoTokenizer.from_pretrained(DEMO), chat_template=template)
     return found["prompt"]
 
 
@@ -140,8 +140,7 @@ BROKEN = '{"value": "', "[1, 2]", "5", "not JSON", '{"a": NaN', "[" * 100_000
 @pytest.mark.parametrize("template", [AS_TEXT, ITEMS, MAPPINGS], ids=["text", "items", "mapping"])
 def test_a_malformed_call_in_the_history_is_shown_as_it_is(template, arguments):
     """A model wrote it once, so a 400 would end the conversation."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = template
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, chat_template=template)
     functions = {"name": "add", "arguments": '{"x": 1}'}, {"name": "add", "arguments": arguments}
     calls = [{"id": str(i), "type": "function", "function": one} for i, one in enumerate(functions)]
     messages = [*said(("user", "Hi")), {"role": "assistant", "content": None, "tool_calls": calls}]
@@ -171,19 +170,17 @@ def test_a_refusal_in_the_history_is_text():
     ("asked", "thinks"),
     [
         ({}, ""),
-        ({"enable_thinking": False}, False),
+        *(({name: False}, False) for name in ("enable_thinking", "think")),
         ({"enable_thinking": True}, True),
-        ({"think": False}, False),
         ({"reasoning_effort": "none"}, False),
-        ({"reasoning_effort": "high"}, ""),
+        *(({"reasoning_effort": effort}, "") for effort in ("high", "low")),
         ({"think": "high"}, ""),
-        ({"reasoning_effort": "low"}, ""),
         ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
     ],
 )
 def test_thinking_is_turned_off_by_each_name_that_clients_use(asked, thinks):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
+    template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, chat_template=template)
     found = ChatRequest(messages=said(("user", "Hi:")), **asked).render(tokenizer)["prompt"]
     effort = next((value for value in asked.values() if value in ("low", "high")), "")
     assert found == f"Hi: {thinks} {effort}"
@@ -228,17 +225,14 @@ def test_the_tokens_of_reasoning_are_counted(thought, rest, client, script):
 def test_a_thought_that_the_request_began_goes_on_as_reasoning(begun, text, expected, client, script):
     script.says = {"Hello": text}
     messages = [*HELLO["messages"], {"role": "assistant", "content": begun}]
-    extra = {"continue_final_message": True, "add_generation_prompt": False}
-    answer = whole_and_streamed(client, messages=messages, extra_body=extra)
-    assert answer[:2] == expected
+    assert whole_and_streamed(client, messages=messages, extra_body=CONTINUES)[:2] == expected
 
 
 def test_structured_output_follows_a_thought_that_the_request_began(client, script):
-    extra = {"continue_final_message": True, "add_generation_prompt": False}
     for begun, thought in (("<think>\nI add", " them."), ("<think>I</think>", "")):
         script.says = {"Hello": f"{thought}</think>"} if thought else {}
         messages = [*HELLO["messages"], {"role": "assistant", "content": begun}]
-        answer = whole_and_streamed(client, messages=messages, extra_body=extra, **form_of({"enum": [5]}))
+        answer = whole_and_streamed(client, messages=messages, extra_body=CONTINUES, **form_of({"enum": [5]}))
         assert answer[:2] == ("5", thought)
 
 
@@ -263,8 +257,7 @@ def test_a_stream_stays_alive_while_there_is_nothing_to_send(path, url, service,
     assert last == "data: [DONE]" or json.loads(last[6:])["type"] in ("response.completed", "message_stop")
     with held_steps(service.engine) as steps:
         threading.Timer(0.3, steps.permit).start()
-        answer = whole_and_streamed(client)
-    assert answer[0] == "Hi."
+        assert whole_and_streamed(client)[0] == "Hi."
 
 
 # ---- a call, or an answer that fits ----
@@ -391,11 +384,8 @@ def test_codex_s_requests_are_served(agent, script, caplog):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "web_search"}]},
-        {"tools": [{"type": "web_search"}], "tool_choice": "auto"},
-        {"input": []},
-        {"input": ""},
-        {"instructions": None},
+        *({"tools": [{"type": "web_search"}], **more} for more in ({}, {"tool_choice": "auto"})),
+        *({"input": []}, {"input": ""}, {"instructions": None}),
         {"input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]},
     ],
     ids=str,
