@@ -213,8 +213,8 @@ def test_an_answer_goes_on_from_the_assistant_s_text(url, script):
     ],
 )
 def test_thinking_is_turned_on_and_off(thinking, expected):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = "{{ messages[0].content }}{{ enable_thinking }}"
+    template = "{{ messages[0].content }}{{ enable_thinking }}"
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, chat_template=template)
     found = CountRequest(messages=HELLO["messages"], thinking=thinking).chat().render(tokenizer)["prompt"]
     assert found == "Hello" + expected
 
@@ -312,8 +312,7 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": None}, "max_tokens: "),
-        ({"max_tokens": 0}, "max_tokens: "),
+        *(({"max_tokens": number}, "max_tokens: ") for number in (None, 0)),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role must be user, assistant"),
         ({"messages": [{"role": "user"}]}, "messages[0] must hold text"),
