@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -16,7 +15,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.cli.run import QUESTIONS
 from nanoengine.viewer import trace_page as viewer
 from tests.browser import seen_at
-from tests.helpers import DEMO, slow
+from tests.helpers import DEMO, change_tensors, slow
 from tests.serving import wait_until
 from tests.viewer.test_viewer import CLIPPED, text_of
 
@@ -72,9 +71,7 @@ def rounded(tmp_path_factory):
     """The bundled model with the page's weights, which are rounded to float16."""
     path = tmp_path_factory.mktemp("rounded") / "demo"
     shutil.copytree(DEMO, path, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    tensors = load_file(DEMO / "model.safetensors")
-    page_tensors = {name: one.astype(np.float16).astype(np.float32) for name, one in tensors.items()}
-    save_file(page_tensors, path / "model.safetensors")
+    change_tensors(path, lambda tensors: tensors.update({k: v.half().float() for k, v in tensors.items()}))
     return str(path)
 
 
@@ -261,8 +258,7 @@ def test_prompts_can_be_added_and_aborted_and_settings_run_them_again(page):
 @pytest.mark.slow
 def test_a_pool_in_which_no_prompt_fits_is_reported_and_a_pause_gives_its_reason(page):
     browser = page("paging")
-    shrink = "$('blocks').value = '4'; restart(1).then(arguments[0]);"
-    browser.execute_async_script(shrink)
+    browser.execute_async_script("$('blocks').value = '4'; restart(1).then(arguments[0]);")
     assert text_of(browser, "headline") == "No prompt fits into the pool, so no step ran."
     assert "enlarge the pool" in text_of(browser, "asked")
     assert text_of(browser, "running") == "none"
