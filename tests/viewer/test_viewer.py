@@ -25,7 +25,7 @@ from nanoengine.extensions.trace import Tracer
 from nanoengine.viewer import trace_page as viewer
 from tests.browser import seen_at
 from tests.extensions.test_receipt import LIMITS
-from tests.helpers import DEMO, is_busy, make_scheduler, make_sequence, run_step
+from tests.helpers import DEMO, finish, is_busy, make_scheduler, make_sequence, run_step
 from tests.laws import tables_of
 from tests.serving import wait_until
 
@@ -46,9 +46,8 @@ def small_run() -> list:
     events: list = []
     scheduler = make_scheduler(num_blocks=5, block_size=2, max_num_batched_tokens=6)
     tracer = Tracer(scheduler, events.append)
-    scheduler.add(make_sequence(0, [1, 2], max_tokens=4))
-    scheduler.add(make_sequence(1, [1, 2], max_tokens=4))
-    scheduler.add(make_sequence(2, [5, 6, 7], max_tokens=2))
+    for seq_id, (prompt, max_tokens) in enumerate([([1, 2], 4), ([1, 2], 4), ([5, 6, 7], 2)]):
+        scheduler.add(make_sequence(seq_id, prompt, max_tokens=max_tokens))
     for token in (8, 9, 8, 9, 8, 9):
         run_step(scheduler, token)
         tracer.end_step()
@@ -186,8 +185,7 @@ def test_a_block_shows_its_content_and_chain_to_mouse_and_keyboard(open_page):
     assert of_block_3.endswith("after the blocks before it: 2 → 3.")
     browser.execute_script("arguments[0].focus()", cells[0])
     assert text_of(browser, "detail").startswith("Block 1 is held by A and B (ref count 2).\nTokens 0 to 1")
-    press(browser, Keys.ARROW_RIGHT)
-    press(browser, Keys.ARROW_RIGHT)
+    press(browser, Keys.ARROW_RIGHT * 2)
     assert text_of(browser, "detail") == of_block_3
     assert text_of(browser, "number") == "2"  # the arrows moved between blocks, not along the timeline
     press(browser, Keys.ARROW_RIGHT)
@@ -201,8 +199,7 @@ def test_no_text_of_a_prompt_can_become_part_of_the_page(open_page):
     events: list = []
     with LLM(DEMO, num_kv_blocks=40, block_size=4, trace=events.append) as llm:
         llm.add_request(evil, evil, SamplingParams(max_tokens=2))
-        while llm.has_unfinished_requests():
-            llm.step()
+        finish(llm)
     drawn = next(change for change in events[1]["changes"] if change["change"] == "tokens")["tokens"][0]
     events[0]["model"] = events[1]["texts"][str(drawn["token_ids"][0])] = evil
     browser = open_page(events)
@@ -410,8 +407,7 @@ def test_the_command_builds_a_page_that_shows_everything_and_links_to_the_lesson
     browser = open_page(events)
     press(browser, Keys.ARROW_RIGHT * (len(events) - 2))
     assert text_of(browser, "number") == str(len(events) - 1)
-    start = events[0]
-    limits = start["num_blocks"], start["max_num_batched_tokens"]
+    limits = [events[0][name] for name in ("num_blocks", "max_num_batched_tokens")]
     played = browser.execute_script("return replay(...arguments)", *limits)
     assert [step["changes"] for step in played[1:]] == [step["changes"] for step in events[1:]]
 
@@ -430,16 +426,11 @@ def what_happens(event: dict) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("lesson", "expected"),
-    [
-        ("05-prefix-caching", "hit"),
-        ("06-eviction", "revived"),
-        ("08-chunked-prompts", "a part of a prompt"),
-        ("09-preemption", "preempted"),
-        ("one-evening", "preempted"),
-    ],
-)
+SUBJECTS = {"05-prefix-caching": "hit", "06-eviction": "revived", "09-preemption": "preempted"}
+SUBJECTS |= {"08-chunked-prompts": "a part of a prompt", "one-evening": "preempted"}
+
+
+@pytest.mark.parametrize(("lesson", "expected"), SUBJECTS.items())
 def test_the_steps_that_lessons_link_to_show_their_subject(lesson, expected, recorded_page):
     events = events_of(recorded_page.read_text())
     steps = re.findall(r"run\.html#(\d+)", (ROOT / "docs" / f"{lesson}.md").read_text())
