@@ -314,18 +314,13 @@ for trick in ["", *{CPU_TRICKS}]:
 
 
 def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
-    def of(p50, p99):
-        return {"successful": {"mean": p50, "percentiles": {"p50": p50, "p99": p99}}}
-
-    metrics = {
-        "request_totals": {"successful": 4, "errored": 0, "total": 4},
-        "output_tokens_per_second": of(12.34, 0),
-        "time_to_first_token_ms": of(100.0, 200.0),
-        "inter_token_latency_ms": of(10.0, 30.0),
-    }
+    measured = {"output_tokens_per_second": (12.34, 0), "time_to_first_token_ms": (100.0, 200.0)}
+    measured["inter_token_latency_ms"] = 10.0, 30.0
+    metrics: dict = {"request_totals": {"successful": 4, "errored": 0, "total": 4}}
+    for name, (p50, p99) in measured.items():
+        metrics[name] = {"successful": {"mean": p50, "percentiles": {"p50": p50, "p99": p99}}}
     row = {"engine": "nanoengine", "rate": None, **served.summarize({"metrics": metrics})}
-    line = served.row_cells(row)
-    assert line == ["nanoengine", "saturated", "12.3", "100, 200 ms", "10, 30 ms"]
+    assert served.row_cells(row) == ["nanoengine", "saturated", "12.3", "100, 200 ms", "10, 30 ms"]
     metrics["request_totals"]["errored"] = 1
     with pytest.raises(RuntimeError, match="1 of guidellm's 4 requests failed"):
         served.summarize({"metrics": metrics})
@@ -440,14 +435,12 @@ def test_the_phases_of_loading_add_up_to_the_time_to_the_first_token():
 
 @pytest.mark.slow
 def test_the_gpu_s_pieces_run_on_a_cpu_with_small_sizes(tmp_path):
-    options = ["--device", "cpu", "--out", str(tmp_path)]
-    names = ["attention", "without-prefix-caching"]
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options, *names], cwd=ROOT, check=True)
+    flags = f"-m benchmarks.gpu --device cpu --out {tmp_path} attention without-prefix-caching"
+    subprocess.run([sys.executable, *flags.split()], cwd=ROOT, check=True)
     found = gpu_report.load(tmp_path)
     assert not [piece["error"] for piece in found.values() if "error" in piece]
     assert found["without-prefix-caching"]["models"][0]["results"][0]["output_tokens"] == 8
-    page = squeezed((tmp_path / "report.md").read_text())
-    assert "| prefix caching | 2:8:4 |" in page
+    assert "| prefix caching | 2:8:4 |" in squeezed((tmp_path / "report.md").read_text())
 
 
 @pytest.mark.parametrize("piece", [*gpu.ENGINES, *(name for name in gpu.PIECES if "without" in name)])
