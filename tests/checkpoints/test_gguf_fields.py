@@ -236,12 +236,10 @@ def test_a_field_changes_the_config_as_it_changes_a_model_made_by_hand(case, tmp
 
 SERVED = ["stablelm", "nemotron", "gemma3", "qwen3moe"]  # the others take too long for every run
 OTHERS = [[name, {}, {}] for name in MODELS if name not in SERVED]
-OF_DECODER = [[*case] for case in CASES if case[0] in OWN]  # decoder.py reads these configs
+OURS = [[*case] for case in CASES if case[0] in OWN]  # decoder.py reads these configs
 
 
-@pytest.mark.parametrize(
-    "case", [*([name, {}, {}] for name in SERVED), *slow(*OTHERS, *OF_DECODER)], ids=described
-)
+@pytest.mark.parametrize("case", [*([name, {}, {}] for name in SERVED), *slow(*OTHERS, *OURS)], ids=described)
 def test_a_file_computes_what_the_model_made_by_hand_does(case, tmp_path):
     path, model = make(tmp_path / "model.gguf", *case)
     with LLM(str(path), dtype="float32", num_kv_blocks=8) as llm:
@@ -310,9 +308,8 @@ def test_a_field_that_would_change_the_model_is_refused_by_its_name(family, head
 def test_a_tensor_that_transformers_would_ignore_is_refused(tmp_path):
     path, _ = make(tmp_path / "model.gguf", "phi3")
     path.write_bytes(path.read_bytes().replace(b"blk.1.attn_norm", b"blk.1.attn_n0rm"))
-    with pytest.raises(
-        ValueError, match=r"holds tensor 'blk.1.attn_n0rm.weight', which Phi3\w+ does not have"
-    ):
+    words = r"holds tensor 'blk.1.attn_n0rm.weight', which Phi3\w+ does not have"
+    with pytest.raises(ValueError, match=words):
         GGUFFile(path).read_config()
 
 
