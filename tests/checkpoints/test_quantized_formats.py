@@ -165,6 +165,7 @@ PACKED, FLOAT8 = compressed("pack-quantized", 4), compressed("float-quantized", 
 MIXED = compressed("pack-quantized", 4)
 MIXED["config_groups"] |= {"group_1": compressed("pack-quantized", 8)["config_groups"]["group_0"]}
 WHOLE = compressed("pack-quantized", 8, {"strategy": "tensor"})
+INTS = compressed("int-quantized", 8), partial(int_quantized, group=32)
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 STATIC, STORAGE = {"quant_method": "fp8", "activation_scheme": "static"}, "bnb_4bit_quant_storage"
 write_fp8 = partial(float_quantized, scale_name="weight_scale_inv")
@@ -280,8 +281,7 @@ def test_modelopt_may_state_fp8_in_a_file_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("name", ["gptq", *slow("awq", "fp8", "nf4")])
 def test_the_config_of_a_language_model_may_state_its_format(name, tmp_path):
-    stated, writer, _ = CHECKPOINTS[name]
-    model = write(tmp_path, stated, writer, hf_model("llama without gqa"))
+    model = write(tmp_path, *CHECKPOINTS[name][:2], hf_model("llama without gqa"))
     config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
     whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     config.write_text(json.dumps({**whole, "text_config": json.loads(config.read_text())}))
@@ -324,14 +324,7 @@ def test_a_quantized_weight_of_another_shape_is_refused_on_transformers_code(tmp
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(64, 1), (48, 1), *slow((48, 2))])
-@pytest.mark.parametrize(
-    ("stated", "writer"),
-    [
-        *((GPTQ, without_groups), (AWQ, awq), (PACKED, packed)),
-        (compressed("int-quantized", 8), partial(int_quantized, group=32)),
-    ],
-    ids=["gptq", "awq", "packed", "int8"],
-)
+@pytest.mark.parametrize(("stated", "writer"), [(GPTQ, without_groups), (AWQ, awq), (PACKED, packed), INTS])
 def test_group_size_that_does_not_fit_the_file_is_refused(stated, writer, size, ranks, tmp_path):
     stated = json.loads(json.dumps(stated))
     for group in stated.get("config_groups", {}).values():
@@ -390,8 +383,7 @@ def test_bitsandbytes_state_that_does_not_fit_its_weight_is_refused(nested, tmp_
 
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 def test_bitsandbytes_int8_in_another_order_than_rows_is_refused(impl, tmp_path):
-    stated, writer, _ = CHECKPOINTS["int8 of bitsandbytes"]
-    write(tmp_path, stated, writer)
+    write(tmp_path, *CHECKPOINTS["int8 of bitsandbytes"][:2])
     rows, columns = ({f"{UP}.weight_format": torch.tensor(n, dtype=torch.uint8)} for n in (0, 2))
     change_tensors(tmp_path, lambda t: t.update(rows))
     LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl).close()
@@ -428,8 +420,7 @@ def test_unsupported_setting_of_a_format_is_named(stated, message, tmp_path):
 
 
 def test_quantization_setting_must_match_a_quantized_checkpoint(tmp_path):
-    stated, writer, _ = CHECKPOINTS["awq"]
-    write(tmp_path, stated, writer)
+    write(tmp_path, *CHECKPOINTS["awq"][:2])
     for name in ("int8", "gptq"):
         refuse(tmp_path, f"quantization='{name}' does not match .* whose weights are awq", quantization=name)
     LLM(str(tmp_path), num_kv_blocks=4, quantization="awq").close()
@@ -765,18 +756,14 @@ def test_adapter_unties_a_quantized_embedding(targets, tmp_path):
 
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 def test_quantized_layers_that_an_adapter_changes_are_dequantized(impl, tmp_path):
-    stated, writer, bits = CHECKPOINTS["gptq"]
-    model = write(tmp_path / "base", stated, writer)
+    model = write(tmp_path / "base", *CHECKPOINTS["gptq"][:2])
     merged = adapter_of(model, tmp_path / "adapter", ADAPTERS["attention"][1])
-    assert check_equal(merged, tmp_path / "base", lora=str(tmp_path / "adapter"), model_impl=impl) == {bits}
+    assert check_equal(merged, tmp_path / "base", lora=str(tmp_path / "adapter"), model_impl=impl) == {4}
 
 
 def test_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
     model, path = saved_base("qwen3", tmp_path), tmp_path / "adapter"
-
-    def refuse_adapter(words):
-        refuse(tmp_path / "base", words, lora=path)
-
+    refuse_adapter = partial(refuse, tmp_path / "base", lora=path)
     refuse_adapter(r"lora must be the directory of a PEFT adapter: .* has no adapter_config.json")
     adapter_of(model, path, ADAPTERS["attention"][1])
     config_path, file = path / "adapter_config.json", path / "adapter_model.safetensors"
