@@ -31,7 +31,7 @@ from nanoengine.engine import Sequence
 from nanoengine.extensions.kvstore import connector as kvstore
 from nanoengine.extensions.kvstore.connector import StoringBlockManager, StoringCore, decode, encode
 from nanoengine.extensions.kvstore.stores import DirectoryStore, RedisStore
-from tests.helpers import DEMO, check_greedy, checkpoint, random_prompts
+from tests.helpers import DEMO, check_greedy, checkpoint, random_prompts, slow
 from tests.laws import check_blocks, check_laws
 from tests.serving import free_port, wait_until
 from tests.test_scheduling_machine import AT_LENGTH, BRIEFLY, ExtendedMachine
@@ -255,6 +255,7 @@ def test_a_key_depends_on_every_token_up_to_the_end_of_its_block():
 
 
 NAMES = "qwen3", "mistral sliding", "gemma3"
+VANISHED = ("qwen3", 11, 88), ("gemma3", 11, 88), ("mistral sliding", 0, 96)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), *((name, "float32") for name in NAMES)])
@@ -282,18 +283,17 @@ def test_blocks_in_the_prefix_cache_are_not_looked_up_in_the_store(qwen3):
     store, prompts = MemoryStore(), random_prompts([40, 40])
     serve(qwen3, store, prompts)
     with LLM(str(qwen3), kv_store=store, **SETTINGS) as llm:
-        for asked, hits in (40, 32), (40, 32), (48, 32):
-            prompt = prompts[0] + prompts[1][: asked - 40]
-            output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
-            assert output.num_cached_tokens >= hits
+        for num_more in (0, 0, 8):
+            output = llm.generate([prompts[0] + prompts[1][:num_more]], GREEDY, use_tqdm=False)[0]
+            assert output.num_cached_tokens >= 32
         counts = llm.metrics()
         of_vllm = {metric.name: metric for metric in llm.get_metrics()}
     # First the store has 39 of 40 tokens, the last one being computed again; then the prefix cache has them.
     assert counts["external_prefix_cache_hits"] == 39
     assert counts["prefix_cache_hits"] == 39 + 40
     assert counts["external_prefix_cache_queries"] == 40 + 1 + 8
-    for name in ("external_prefix_cache_hits", "external_prefix_cache_queries"):
-        assert of_vllm[f"vllm:{name}"].value == counts[name]
+    assert of_vllm["vllm:external_prefix_cache_hits"].value == 39
+    assert of_vllm["vllm:external_prefix_cache_queries"].value == 40 + 1 + 8
     assert counts["prefix_cache_queries"] == 40 + 40 + 48
 
 
@@ -432,19 +432,15 @@ def test_no_request_fails_if_the_store_cannot_be_read(name, method, tmp_path_fac
     assert 1 <= len(caplog.records) <= 2  # one for reading, and one for writing where that fails too
 
 
-@pytest.mark.parametrize(
-    ("name", "vanished", "num_cached"), [("qwen3", 11, 88), ("gemma3", 11, 88), ("mistral sliding", 0, 96)]
-)
-def test_an_entry_that_vanishes_ends_the_hits_unless_no_window_sees_it(
-    name, vanished, num_cached, tmp_path_factory
-):
+@pytest.mark.parametrize(("name", "gone", "hits"), VANISHED)
+def test_an_entry_that_vanishes_ends_the_hits_unless_no_window_sees_it(name, gone, hits, tmp_path_factory):
     path, _ = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100])
     plain, _, _ = serve(path, store, prompts)
-    del store.entries[stored_keys(path, prompts[0])[vanished]]
-    if vanished:  # while it is read
+    del store.entries[stored_keys(path, prompts[0])[gone]]
+    if gone:  # while it is read
         store.touch = lambda keys: [True] * len(keys)
-    assert serve(path, store, prompts)[:2] == (plain, [num_cached])
+    assert serve(path, store, prompts)[:2] == (plain, [hits])
 
 
 def test_a_step_that_failed_is_not_saved(qwen3, monkeypatch):
@@ -695,8 +691,6 @@ class StoreMachine(ExtendedMachine):
         connector.close()
 
 
-@pytest.mark.parametrize(
-    "how", [settings(BRIEFLY, max_examples=15), pytest.param(AT_LENGTH, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", [settings(BRIEFLY, max_examples=15), *slow(AT_LENGTH)])
 def test_scheduler_invariants_hold_with_a_store(how):
     run_state_machine_as_test(StoreMachine, settings=how)
