@@ -12,24 +12,21 @@ from nanoengine.backends.device import Attention
 from nanoengine.backends.step_inputs import BIN_SLOT, NUM_RESERVED_SLOTS, ZERO_SLOT
 from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.models.recurrent import _scan_of_mamba
+from tests import helpers
 from tests.helpers import VARIED_SETTINGS, batch_of, check_greedy, make_sequence, random_prompts, tokens_of
 from tests.laws import check_laws
 from tests.model_table import small_config, small_model
 from tests.sampling.test_sampler import LiveBytes
 
 # A gated delta rule, convolutions alone, Mamba2, Mamba beside attention, and Mamba2 that limits time steps.
-ZAMBA2, MAMBA2 = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("zamba2", "mamba2"))
+ZAMBA2, MAMBA2 = helpers.slow("zamba2", "mamba2")
 KINDS = ["qwen3_5_text", "lfm2", "mamba2", "jamba", ZAMBA2]
-RARELY = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2", "jamba", "zamba2")]
+RARELY = helpers.slow("lfm2", "jamba", "zamba2")
 TWO_KINDS = ["qwen3_5_text", "mamba2", *RARELY]
 # Only the settings that stress states most run by default: preemption, and small chunks of one kind.
 DEFAULT = [(kind, "with preemption") for kind in KINDS[:4]] + [("qwen3_5_text", "in chunks")]
-KINDS_AND_SETTINGS = [
-    pytest.param(kind, one, marks=() if pair in DEFAULT else pytest.mark.slow, id="-".join(pair))
-    for kind in ("qwen3_5_text", "lfm2", "mamba2", "jamba", "zamba2")
-    for name, one in VARIED_SETTINGS.items()
-    for pair in [(kind, name)]
-]
+PAIRS = [(kind, name) for kind in [*KINDS[:4], "zamba2"] for name in VARIED_SETTINGS]
+KINDS_AND_SETTINGS = [*DEFAULT, *helpers.slow(*(pair for pair in PAIRS if pair not in DEFAULT))]
 LENGTHS = [1, 2, 13, 40, 75, 20]
 NUM_NEW = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
@@ -69,10 +66,10 @@ def answers(llm, prompts, params=GREEDY):
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "settings"), KINDS_AND_SETTINGS)
-def test_greedy_tokens_equal_transformers_for_all_settings(kind, settings, served):
+@pytest.mark.parametrize(("kind", "name"), KINDS_AND_SETTINGS)
+def test_greedy_tokens_equal_transformers_for_all_settings(kind, name, served):
     path, prompts, check = served(kind, max_tokens=30)
-    with LLM(path, **settings) as llm:
+    with LLM(path, **VARIED_SETTINGS[name]) as llm:
         check(answers(llm, prompts))
         check(answers(llm, prompts))  # from the prefix cache, where there is one
 
@@ -126,11 +123,10 @@ def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, caplog):
     """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""
     path, prompts, check = served(kind)
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 30}
-    with LLM(path, attn_backend="flash", enforce_eager=True, **settings) as llm:
-        assert llm.llm_engine.runner.model.states.kernels is None
-        check(answers(llm, prompts))
-    with LLM(path, attn_backend="flash", **settings) as llm:
-        check(answers(llm, prompts))
+    for is_eager in (True, False):
+        with LLM(path, attn_backend="flash", enforce_eager=is_eager, **settings) as llm:
+            assert llm.llm_engine.runner.model.states.kernels is None
+            check(answers(llm, prompts))
     assert "no graphs (its layers have recurrent states)" in caplog.messages[-1]
 
 
@@ -212,9 +208,8 @@ def test_a_state_that_a_step_writes_is_not_evicted_in_that_step():
     check_laws(scheduler)
 
 
-@pytest.mark.parametrize(
-    ("length", "max_tokens"), [(6, 1), (8, 2)]
-)  # continues from a state; writes it again
+# The third request continues from a state, or writes it again.
+@pytest.mark.parametrize(("length", "max_tokens"), [(6, 1), (8, 2)])
 def test_the_state_that_was_used_last_is_evicted_last(length, max_tokens):
     manager = manager_of(num_state_slots=3)
     for seq_id, first in enumerate((0, 50, 0, 90)):
