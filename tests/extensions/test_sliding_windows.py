@@ -10,7 +10,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.kv_cache import KVSpec, group_layers, new_caches
 from nanoengine.engine import Scheduler
 from nanoengine.extensions.sliding_windows import WindowedBlockManager, describe_windows
-from tests.helpers import check_greedy, checkpoint, make_sequence, random_prompts, tokens_of
+from tests.helpers import check_greedy, checkpoint, make_sequence, random_prompts, slow, tokens_of
 from tests.laws import check_blocks, check_laws
 
 BLOCK_SIZE = 8
@@ -20,6 +20,7 @@ SPAN = -(-(WINDOW - 1 + BUDGET) // BLOCK_SIZE) + 1  # blocks that a window's gro
 LENGTHS = [110, 9, 60, 140]
 WINDOW_ONLY = ["mistral sliding", "mixtral"]
 HYBRID = ["qwen2 sliding from layer 1", "gemma3", "gpt-oss", "cohere2"]
+OTHERS = [x for x in itertools.product(WINDOW_ONLY + HYBRID, (False, True)) if x != ("gemma3", False)]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
 
@@ -112,13 +113,11 @@ def test_a_group_that_needs_no_block_does_not_stop_another_from_growing():
 
 
 # A window's tokens and a step's, with the first as the last of its block
-@pytest.mark.parametrize(
-    ("window", "budget", "block_size", "num_blocks"), [(3, 4, 2, 4), (3, 3, 2, 3), (2, 1, 1, 2)]
-)
-def test_a_prompt_longer_than_the_pool_is_admitted_if_all_windows_fit(window, budget, block_size, num_blocks):
-    settings = {"windows": (window,), "block_size": block_size, "budget": budget}
-    assert manager_of(num_blocks - 1, **settings).max_computable_tokens == (num_blocks - 1) * block_size
-    manager, seq = manager_of(num_blocks, **settings), sequence(0, range(101), max_tokens=50)
+@pytest.mark.parametrize(("window", "budget", "size", "number"), [(3, 4, 2, 4), (3, 3, 2, 3), (2, 1, 1, 2)])
+def test_a_prompt_longer_than_the_pool_is_admitted_if_all_windows_fit(window, budget, size, number):
+    settings = {"windows": (window,), "block_size": size, "budget": budget}
+    assert manager_of(number - 1, **settings).max_computable_tokens == (number - 1) * size
+    manager, seq = manager_of(number, **settings), sequence(0, range(101), max_tokens=50)
     assert manager.max_computable_tokens > 10**6
     assert not any(scheduler.num_preemptions for scheduler in run(manager, seq, budget))
     assert len(seq.token_ids) == 151
@@ -191,13 +190,7 @@ def max_held(llm):
     return max(num_held)
 
 
-@pytest.mark.parametrize(
-    ("name", "enforce_eager"),
-    [
-        pytest.param(*pair, marks=[] if pair == ("gemma3", False) else pytest.mark.slow)
-        for pair in itertools.product(WINDOW_ONLY + HYBRID, (False, True))
-    ],
-)
+@pytest.mark.parametrize(("name", "enforce_eager"), [("gemma3", False), *slow(*OTHERS)])
 def test_tokens_beyond_the_window_equal_those_of_transformers(name, enforce_eager, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts(LENGTHS)
