@@ -62,9 +62,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.usefixtures("exact_kernels")
-@pytest.mark.parametrize(
-    "name", ["roomy", "with preemption", pytest.param("in chunks", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["roomy", "with preemption", *helpers.slow("in chunks")])
 def test_answers_are_the_same_as_without_draft_tokens(name, babbler):
     (prompts, params), settings = mixed_requests(), helpers.VARIED_SETTINGS[name]
     with LLM(babbler, **settings) as llm:
