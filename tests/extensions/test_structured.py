@@ -29,7 +29,7 @@ from nanoengine.extensions.structured import grammars, token_masks
 from nanoengine.extensions.structured.json_schemas import closed
 from nanoengine.extensions.structured.token_masks import Constraint, Grammars
 from nanoengine.sampling.sampler import SamplingRow
-from tests.helpers import ADDED_TOKENS, DEMO, byte_tokenizer, finish, table_checkpoint
+from tests.helpers import ADDED_TOKENS, DEMO, byte_tokenizer, finish, slow, table_checkpoint
 
 SLOW = pytest.mark.slow
 PERSON: dict = {"type": "object", "required": ["name", "age"], "additionalProperties": False}
@@ -52,6 +52,7 @@ def is_json_of(schema):
 
 
 # kind -> what is asked for, and whether a text conforms, by other means than llguidance's
+LARK = '?start: "<" NUM ["," NUM] ">"\nNUM: /[0-9]{1,2}/'
 CHOICES = ["yes", "yes, of course", "né", '"\\']
 F = {"begin": "<f>", "schema": {"enum": [1, [2]]}, "end": "</f>"}
 KINDS: dict[str, tuple[dict, Any]] = {
@@ -60,10 +61,7 @@ KINDS: dict[str, tuple[dict, Any]] = {
     "json_object": ({"json_object": True, "disable_any_whitespace": True}, is_json_of({"type": "object"})),
     "regex": ({"regex": r"[a-c]{3}-[0-9]{1,3}"}, re.compile(r"[a-c]{3}-[0-9]{1,3}").fullmatch),
     "choice": ({"choice": CHOICES}, CHOICES.count),
-    "lark": (
-        {"grammar": '?start: "<" NUM ["," NUM] ">"\nNUM: /[0-9]{1,2}/'},
-        re.compile(r"<\d\d?(,\d\d?)?>").fullmatch,
-    ),
+    "lark": ({"grammar": LARK}, re.compile(r"<\d\d?(,\d\d?)?>").fullmatch),
     "gbnf": ({"grammar": 'root ::= item+ "!"\nitem ::= [xy] "."'}, re.compile(r"([xy]\.)+!").fullmatch),
     "tags": (
         {"structural_tag": {"structures": [F], "triggers": ["<f"]}},
@@ -81,6 +79,7 @@ SAMPLING: dict[str, dict] = {
     "no special tokens skipped": {"skip_special_tokens": False, "min_p": 0.1},
     "logprobs": {"logprobs": 2, "top_p": 0.9},
 }
+OFTEN = "as it is", "penalties", "biases"
 
 
 def asking(kind, seed=0, **others):
@@ -129,10 +128,7 @@ def second():
 # ---- every answer conforms ----
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [x if x in ("as it is", "penalties", "biases") else pytest.param(x, marks=SLOW) for x in SAMPLING],
-)
+@pytest.mark.parametrize("sampling", [*OFTEN, *slow(*(x for x in SAMPLING if x not in OFTEN))])
 def test_a_finished_answer_matches_its_constraint(sampling, llm):
     pairs = [(kind, seed) for kind in KINDS for seed in range(3)]
     found = answers(llm, [asking(kind, seed, **SAMPLING[sampling]) for kind, seed in pairs])
@@ -332,16 +328,15 @@ def objects(schemas):
 
 def ranges(kind, lowest, highest, more, names):
     """Return schemas with a lower and an upper limit, under these two names."""
-    return st.builds(
-        lambda low, more: {"type": kind, names[0]: low, names[1]: low + more},
-        *(st.integers(lowest, highest), st.integers(1, more)),
-    )
+    limits = st.integers(lowest, highest), st.integers(1, more)
+    return st.builds(lambda low, more: {"type": kind, names[0]: low, names[1]: low + more}, *limits)
 
 
 TEXTS = [{"format": name} for name in ("date", "time", "ipv4", "uuid", "date-time")]
 TEXTS += [{"pattern": text} for text in ("^[a-f]{2,4}$", "^(ab|cd)*e$", r"^\\d{3}-\\d$")]
 PLAIN = [{"type": "boolean"}, {"type": "null"}, {"const": -0.5}, {"enum": [1, "one", [1], {"a": None}]}]
 MULTIPLE = {"type": "integer", "minimum": 0, "maximum": 1000}
+ARRAYS = ranges("array", 0, 2, 2, ("minItems", "maxItems"))
 SCHEMAS = st.recursive(
     st.one_of(
         st.sampled_from(PLAIN),
@@ -353,10 +348,7 @@ SCHEMAS = st.recursive(
     ),
     lambda schemas: st.one_of(
         objects(schemas),
-        st.builds(
-            lambda array, items: {**array, "items": items},
-            *(ranges("array", 0, 2, 2, ("minItems", "maxItems")), schemas),
-        ),
+        st.builds(lambda array, items: {**array, "items": items}, ARRAYS, schemas),
         st.lists(schemas, min_size=1, max_size=3).map(lambda many: {"anyOf": many}),
     ),
     max_leaves=6,
@@ -370,9 +362,7 @@ def test_answers_to_random_schemas_conform(num_examples, llm):
     def check(schemas, seed):
         asked = [{"json": schema, "disable_any_whitespace": True} for schema in schemas]
         fields = {"temperature": 2.0, "max_tokens": 120}
-        params = [
-            SamplingParams(**fields, seed=seed + i, structured_outputs=one) for i, one in enumerate(asked)
-        ]
+        params = [SamplingParams(**fields, seed=seed + i, structured_outputs=x) for i, x in enumerate(asked)]
         for schema, (text, _, reason) in zip(schemas, answers(llm, params), strict=True):
             assert reason == "length" or is_json_of(schema)(text)
 
@@ -752,11 +742,8 @@ def test_every_bit_of_a_mask_is_right(llm):
     def row(token_ids, position):
         return SamplingRow(SamplingParams(), 0, position, [7, *token_ids], 1, frozenset([eos]))
 
-    items = [
-        (0, one, row([a], 2)),
-        *((1 + i, other, row([a, b, c], 2 + i)) for i in range(3)),
-        *((4 + i, third, row([b, a], 1 + i)) for i in range(3)),
-    ]
+    items = [(0, one, row([a], 2)), *((1 + i, other, row([a, b, c], 2 + i)) for i in range(3))]
+    items += [(4 + i, third, row([b, a], 1 + i)) for i in range(3)]
     for _ in range(2):  # what was a draft is taken back
         logits = torch.zeros(8, llm.llm_engine.checkpoint.vocab_size)
         Constraint.apply(logits, items)
