@@ -40,9 +40,7 @@ class Replay:
         self.sampling: dict[int, dict[int, list[int]]] = {}
         self.prefix_of: dict[int, int] = {}  # seq -> prefix_id of its last registered block
         self.num_drafted = self.num_accepted = self.num_steps = 0
-        self.needed_by: int | None = (
-            None  # the sequence for which others were preempted, until it has a block
-        )
+        self.needed_by: int | None = None  # the one for which others were preempted, until it has a block
         self.texts: dict[str, str] = {}
 
     def take(self, event):
@@ -307,10 +305,8 @@ def test_a_failed_step_is_in_the_trace_with_its_reason(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             llm.step()
         compare(replay, llm.scheduler)
-        assert events[-1]["changes"][-2] == {
-            "change": "fail",
-            "error": "ZeroDivisionError('division by zero')",
-        }
+        error = "ZeroDivisionError('division by zero')"
+        assert events[-1]["changes"][-2] == {"change": "fail", "error": error}
         monkeypatch.undo()
         llm.abort_request("a")
     assert replay.ended == {0: "abort"}  # written when the engine closed
