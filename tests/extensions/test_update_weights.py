@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from nanoengine import LLM, AsyncLLM, SamplingParams
 from tests import doubles
-from tests.helpers import TINY, checkpoint, hf_model, random_prompts
+from tests.helpers import TINY, checkpoint, hf_model, random_prompts, slow
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1, logprobs=1)
 SETTINGS = {"max_num_seqs": 4, "num_kv_blocks": 64, "pin_threads": False}
@@ -51,27 +51,22 @@ def check_replaced(name, tmp_path_factory, tmp_path, one_by_one=False, **setting
 
 ROUNDED = "qwen3", "qwen3 tied, one kv head", "gemma3", "mixtral"
 OTHERS = "llama with biases", "llama odd sizes", "phi3", "gpt2", "gpt-oss", "deepseek-v3", "falcon new"
-
-
 HOW: list[tuple[str, dict[str, Any]]] = [
     *((name, {"one_by_one": each}) for name in ROUNDED + OTHERS for each in (False, True)),
     *((name, {"quantization": bits}) for name in ROUNDED for bits in ("int8", "int4")),
 ]
 # Each model in both dtypes, and each dtype with both values of `how`.
-CASES = [
-    (name, {"dtype": ("float32", "bfloat16")[(i + i // 2) % 2], **how}) for i, (name, how) in enumerate(HOW)
-]
+DTYPES = "float32", "bfloat16"
+CASES = [(name, {"dtype": DTYPES[(i + i // 2) % 2], **how}) for i, (name, how) in enumerate(HOW)]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
-)
+@pytest.mark.parametrize(("name", "settings"), [CASES[0], *slow(*CASES[1:])])
 def test_new_weights_give_the_answers_of_loaded_ones(name, settings, tmp_path_factory, tmp_path):
     check_replaced(name, tmp_path_factory, tmp_path, **settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_untied_head_stays_untied_if_the_config_says_tied(dtype, tmp_path_factory, tmp_path):
     path, model = checkpoint("qwen2 tied", tmp_path_factory)
     embedding = model.model.embed_tokens.weight.detach()
@@ -156,16 +151,9 @@ def test_prefixes_of_other_weights_are_forgotten(tmp_path_factory):
         assert llm.scheduler.block_manager.prefixes == {}
 
 
-SOME = "qwen3 tied, one kv head", "mixtral"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in SOME else pytest.mark.slow) for x in (*ROUNDED, "gpt2")]
-)
-@pytest.mark.parametrize("form", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_weights_rounded_at_load_are_replaced_on_a_gpu_too(
-    name, form, in_float32, monkeypatch, tmp_path_factory, tmp_path
-):
+@pytest.mark.parametrize("name", [*ROUNDED[1::2], *slow(*ROUNDED[::2], "gpt2")])
+@pytest.mark.parametrize("form", ["int4", *slow("int8")])
+def test_rounded_weights_change_on_a_gpu_too(name, form, in_float32, monkeypatch, tmp_path_factory, tmp_path):
     doubles.install_linear(monkeypatch)
     settings = {"dtype": "float32", "num_kv_blocks": 8, "max_model_len": 64, "quantization": form}
     check_replaced(name, tmp_path_factory, tmp_path, one_by_one=True, **settings)
