@@ -92,9 +92,8 @@ def test_the_bundled_model_answers_like_transformers_and_the_full_engine():
     how = {"add_generation_prompt": True, "tokenize": False}
     texts = [tokenizer.apply_chat_template(chat, **how) for chat in chats]
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO)
-    found = nano.LLM(DEMO, device="cpu", num_kvcache_blocks=64).generate(
-        texts, nano.SamplingParams(temperature=0, max_tokens=60), use_tqdm=False
-    )
+    params = nano.SamplingParams(temperature=0, max_tokens=60)
+    found = nano.LLM(DEMO, device="cpu", num_kvcache_blocks=64).generate(texts, params, use_tqdm=False)
     told = [answer["token_ids"] for answer in found]
     check_greedy(model, [tokenizer.encode(text) for text in texts], 60, told)
     params = nanoengine.SamplingParams(temperature=0, max_tokens=60)
@@ -103,12 +102,10 @@ def test_the_bundled_model_answers_like_transformers_and_the_full_engine():
     assert found == [{"text": output.text, "token_ids": output.token_ids} for output in outputs]
 
 
-@pytest.mark.parametrize(
-    "hash_function", [lambda content, seed: 7, lambda content, seed: content[0] + seed % 2]
-)
-def test_a_collision_of_hashes_changes_no_token(hash_function, qwen3, monkeypatch):
+@pytest.mark.parametrize("hashed", [lambda content, seed: 7, lambda content, seed: content[0] + seed % 2])
+def test_a_collision_of_hashes_changes_no_token(hashed, qwen3, monkeypatch):
     expected = answers(load(qwen3))
-    monkeypatch.setattr(nano, "xxh3_64_intdigest", hash_function)
+    monkeypatch.setattr(nano, "xxh3_64_intdigest", hashed)
     assert answers(load(qwen3, num_kvcache_blocks=12)) == expected
 
 
@@ -310,13 +307,8 @@ def test_nothing_in_a_step_waits_for_the_gpu_but_the_reading_of_tokens(flash, qw
 def test_the_cache_takes_the_share_of_a_gpu_that_weights_and_the_largest_step_leave(qwen3, monkeypatch):
     runner, steps = load(qwen3).model_runner, []
     assert runner.count_blocks(0.9, 8, 64) == (1 << 30) // (2 * 2 * 4 * 2 * 32 * 4) - 1
-    figures = {
-        "reset_peak_memory_stats": None,
-        "max_memory_allocated": 130 << 20,
-        "memory_allocated": 30 << 20,
-        "empty_cache": None,
-        "mem_get_info": (960 << 20, 1 << 30),
-    }
+    figures = {"max_memory_allocated": 130 << 20, "memory_allocated": 30 << 20}
+    figures |= {"mem_get_info": (960 << 20, 1 << 30), "reset_peak_memory_stats": None, "empty_cache": None}
     for name, value in figures.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
     monkeypatch.setattr(runner, "run", steps.append)
@@ -365,9 +357,9 @@ def test_a_script_for_nano_vllm_runs_with_another_import(tmp_path, monkeypatch, 
     assert printed.count("Prompt: '<|im_start|>user") == printed.count("Completion: ") == 2
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["nano.py", *map(str, arguments)])
-    runpy.run_path(str(SOURCE), run_name="__main__")
+def run(monkeypatch, *arguments, source=SOURCE):
+    monkeypatch.setattr(sys, "argv", [source.name, *map(str, arguments)])
+    runpy.run_path(str(source), run_name="__main__")
 
 
 def test_the_command_answers_questions_as_one_batch(monkeypatch, capsys, sparse):
@@ -391,10 +383,9 @@ def test_the_benchmark_is_nano_vllm_s_and_says_where_it_is_clipped(
     assert clipped == "clipped to the model: prompts and answers have at most 2 tokens, ids up to 127"
     assert re.fullmatch(r"512 output tokens in [\d.]+ s: \d+ tokens/s", result)
     asked = []
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=4096, vocab_size=151936))
     llm = SimpleNamespace(
-        model_runner=SimpleNamespace(
-            model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=4096, vocab_size=151936))
-        ),
+        model_runner=SimpleNamespace(model=model),
         generate=lambda prompts, params, use_tqdm: asked.append((prompts, params)) or [{"token_ids": []}],
     )
     nano.bench(llm)
@@ -419,15 +410,13 @@ def test_the_file_imports_nothing_of_ours():
 def test_a_copy_of_the_file_without_the_bundled_model_asks_for_one(tmp_path, monkeypatch, capsys, sparse):
     copy = tmp_path / "copied.py"
     copy.write_text(SOURCE.read_text())
-    monkeypatch.setattr(sys, "argv", ["copied.py", "Hi"])
     with pytest.raises(SystemExit):
-        runpy.run_path(str(copy), run_name="__main__")
+        run(monkeypatch, "Hi", source=copy)
     assert "--model" in capsys.readouterr().err
 
 
 def test_the_guide_shows_a_step_as_the_file_does():
-    shown = re.search(
-        r"^```\n(chunks =.*?)^```$", (ROOT / "docs" / "guide" / "how-it-works.md").read_text(), re.M | re.S
-    )
+    page = (ROOT / "docs" / "guide" / "how-it-works.md").read_text()
+    shown = re.search(r"^```\n(chunks =.*?)^```$", page, re.M | re.S)
     assert shown
     assert all(f"    {line}" in SOURCE.read_text() for line in shown[1].splitlines())
