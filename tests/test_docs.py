@@ -99,9 +99,8 @@ def test_the_lesson_on_ptx_prints_what_it_says():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_lesson_on_kernels_prints_what_it_says_under_tritons_interpreter():
     command = [sys.executable, "-c", "from tests.test_docs import KERNEL, run; run(KERNEL)"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True
-    )
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -259,9 +258,8 @@ def test_the_figures_of_readme_are_on_the_page_that_has_their_commands(readme):
 
 
 def test_the_guide_lists_every_page_of_it():
-    listed = re.findall(
-        r"^\| \[[^\]]+\]\(([^)]+)\)", (DOCS / "guide" / "README.md").read_text(), re.MULTILINE
-    )
+    page = (DOCS / "guide" / "README.md").read_text()
+    listed = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\)", page, re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in GUIDE if page.name != "README.md")
 
 
@@ -310,7 +308,6 @@ def test_the_site_is_made_and_its_links_lead_somewhere(tmp_path):
             if not target.startswith(("https://", "data:", "/", "?")):
                 assert (site / name).parent.joinpath(target).exists(), f"{name}: {target}"
     assert 'lessons = ".html"' in (site / "run.html").read_text()
-    loaded = re.findall(
-        r'<(?:script|link)[^>]*(?:src|href)="(https?://[^"]*)', (site / "index.html").read_text()
-    )
+    text = (site / "index.html").read_text()
+    loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="(https?://[^"]*)', text)
     assert [host for host in loaded if "github.io" not in host] == [], "it needs no other host"
