@@ -16,6 +16,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from docs import check, decode, matvec
 from docs.check import LESSONS, SOLUTIONS, EndlessError, find_failures, functions_of, main, sheet_of, stub
 from docs.checks import CHECKS
+from tests.helpers import slow
 
 RIGHT = {lesson: SOLUTIONS[sheet_of(lesson)].read_text() for lesson in LESSONS}
 SLOW = pytest.mark.slow
@@ -38,7 +39,7 @@ FIRST = {lesson: what for lesson, what, *_ in reversed(MISTAKES) if lesson != "a
 assert all(right in RIGHT[lesson] for lesson, _, right, _ in MISTAKES)
 
 
-@pytest.mark.parametrize("lesson", [*BY_LETTERS, pytest.param("all", marks=SLOW)])
+@pytest.mark.parametrize("lesson", [*BY_LETTERS, *slow("all")])
 def test_the_solution_is_right(lesson):
     assert [*find_failures(RIGHT[lesson], lesson)] == []
 
@@ -73,10 +74,8 @@ def test_a_function_is_checked_while_others_of_its_lesson_are_not_written():
     ("lesson", "last", "line"),
     [
         ("16", 16, r"multiply +\d+\.\d\d ms +\d+\.\d\d ms"),
-        pytest.param(
-            "2", 2, r"your engine \(with nano.py's .*\) answers 8 questions at \d+ tokens/s", marks=SLOW
-        ),
-        pytest.param("4", 99, r"your engine answers 8 questions at \d+ tokens/s, nanoengine", marks=SLOW),
+        *slow(("2", 2, r"your engine \(with nano.py's .*\) answers 8 questions at \d+ tokens/s")),
+        *slow(("4", 99, r"your engine answers 8 questions at \d+ tokens/s, nanoengine")),
     ],
 )
 def test_a_file_that_passes_is_timed_beside_ours(lesson, last, line, tmp_path, capsys):
@@ -205,15 +204,12 @@ def test_an_extra_block_is_explained_and_a_long_answer_is_shortened():
     [
         ("", "", "times as fast as NumPy"),
         ("bytes[i + j] >> 4", "(bytes[i + j] & 240)", "differs from `multiply`"),
-        *(
-            pytest.param(right, wrong, "differs from `multiply`", marks=pytest.mark.slow)
-            for right, wrong in (
-                ("float(bytes[i + j] & 15)", "float(bytes[i + j])"),
-                (" + zeros[n * num_groups + g] * sum", ""),
-                ("scales[n * num_groups + g]", "scales[n]"),
-                ("x + g * group_size", "x"),
-                ("out[n] = total", "out[0] = total"),
-            )
+        *slow(
+            ("float(bytes[i + j] & 15)", "float(bytes[i + j])", "differs from `multiply`"),
+            (" + zeros[n * num_groups + g] * sum", "", "differs from `multiply`"),
+            ("scales[n * num_groups + g]", "scales[n]", "differs from `multiply`"),
+            ("x + g * group_size", "x", "differs from `multiply`"),
+            ("out[n] = total", "out[0] = total", "differs from `multiply`"),
         ),
         ("out[n] = total", "out[n << 40] = total", "crashed"),
         ("n < num_outputs; n++", "n < num_outputs;", "Does a loop never end?"),
@@ -279,11 +275,7 @@ for source in sys.argv[1:]:
     print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 WRONG = [
-    (
-        "        k = tl.load(",
-        "        for _ in range(GROUP): k = tl.load(",
-        "Load each block of K and V once",
-    ),
+    ("  k = tl.load(", "  for _ in range(GROUP): k = tl.load(", "Load each block of K and V once"),
     ("v_cache + where, mask=seen[:, None], other=0.0", "v_cache + where, mask=seen[:, None]", "no `other`"),
     (", mask=seen[:, None], other=0.0", "", "a slot that its sequence does not use"),
     ('tl.where(seen[None, :], scores, float("-inf"))', "scores", "are minus infinity"),
