@@ -49,14 +49,12 @@ def table(prompts, **columns):
 
 def test_rows_keep_columns_and_order_and_get_the_engine_s_answers(predictor):
     rows = predictor(table(PROMPTS)).to_pylist()
-    expected = predictor.llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert [(row["prompt"], row["key"]) for row in rows] == [(p, i) for i, p in enumerate(PROMPTS)]
-    for row, output in zip(rows, expected, strict=True):
-        completion = output.outputs[0]
-        assert row["generated_text"] == completion.text
-        assert row["generated_tokens"] == completion.token_ids
-        assert row["finish_reason"] == completion.finish_reason
-        assert row["error"] is None
+    outputs = [out.outputs[0] for out in predictor.llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    names = "prompt", "key", "generated_text", "generated_tokens", "finish_reason", "error"
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        (PROMPTS[i], i, output.text, output.token_ids, output.finish_reason, None)
+        for i, output in enumerate(outputs)
+    ]
 
 
 def test_every_batch_has_the_same_columns_and_types(predictor):
@@ -190,23 +188,19 @@ def questions(number):
     return [[{"role": "user", "content": text}] for text in asked]
 
 
-def over_the_cluster(ray, items, directory, **settings):
-    arguments = [str(directory), str(DEMO), SamplingParams(temperature=0, max_tokens=40)]
-    constructor = {"fn_constructor_args": arguments, "fn_constructor_kwargs": {**SMALL, **settings}}
+@pytest.mark.slow
+def test_two_workers_give_the_tokens_of_one_engine_even_if_one_is_killed(ray, tmp_path):
+    chats, params = questions(120), SamplingParams(temperature=0, max_tokens=40)
+    with LLM(str(DEMO), **SMALL) as llm:
+        expected = tokens_of(llm, llm.render_chat(chats), params)
+    items = [{"key": key, "prompt": chat} for key, chat in enumerate(chats)]
+    items.insert(60, {"key": -1, "prompt": []})
+    constructor: dict = {"fn_constructor_args": [str(tmp_path), str(DEMO), params]}
+    constructor |= {"fn_constructor_kwargs": {**SMALL, "fatal_step": 30}}
     sizes = {"batch_size": 10, "num_cpus": 1, "compute": ray.data.ActorPoolStrategy(size=2)}
     blocks = ray.data.from_items(items, override_num_blocks=4)
     made = blocks.map_batches(Watched, batch_format="pyarrow", **sizes, **constructor)
-    return sorted(made.take_all(), key=lambda row: row["key"])
-
-
-@pytest.mark.slow
-def test_two_workers_give_the_tokens_of_one_engine_even_if_one_is_killed(ray, tmp_path):
-    chats = questions(120)
-    with LLM(str(DEMO), **SMALL) as llm:
-        expected = tokens_of(llm, llm.render_chat(chats), SamplingParams(temperature=0, max_tokens=40))
-    items = [{"key": key, "prompt": chat} for key, chat in enumerate(chats)]
-    items.insert(60, {"key": -1, "prompt": []})
-    failed, *rows = over_the_cluster(ray, items, tmp_path, fatal_step=30)
+    failed, *rows = sorted(made.take_all(), key=lambda row: row["key"])
     assert "empty" in failed["error"]
     assert [row["key"] for row in rows] == list(range(120))
     assert [row["generated_tokens"] for row in rows] == expected
@@ -227,9 +221,8 @@ def guide_blocks():
 def test_the_guide_s_lines_print_what_it_shows():
     script, printed, _ = guide_blocks()
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command, how = [sys.executable, "-c", script], {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, cwd=ROOT, env=environment, **how)
     assert printed in done.stdout, done.stderr[-2000:]
 
 
@@ -259,9 +252,8 @@ def test_ray_serve_answers_like_one_engine_and_aborts_when_clients_disconnect(ra
             return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
         before = metric("vllm:generation_tokens_total")
-        stream = client.completions.create(
-            prompt="a", stream=True, max_tokens=900, model="demo", extra_body={"ignore_eos": True}
-        )
+        asked = {"model": "demo", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(prompt="a", stream=True, **asked)
         next(iter(stream))
         stream.close()
         wait_until(lambda: not metric("vllm:num_requests_running"))
