@@ -59,17 +59,13 @@ def tokens(llm, prompts, params):
 SCHEDULES = {
     "no cache": {"enable_prefix_caching": False},
     "cache": {},
-    "budget of 1": {"max_num_batched_tokens": 1},
-    "budget of 7": {"max_num_batched_tokens": 7},
     "budget of 50, no cache": {"max_num_batched_tokens": 50, "enable_prefix_caching": False},
     "threshold of 5": {"long_prefill_token_threshold": 5},
-    "blocks of 1": {"block_size": 1, "num_kv_blocks": 1500},
-    "blocks of 2": {"block_size": 2, "num_kv_blocks": 800},
-    "blocks of 7": {"block_size": 7, "num_kv_blocks": 300},
-    "blocks of 256": {"block_size": 256, "num_kv_blocks": 20},
     "three at a time": {"max_num_seqs": 3},
     "one at a time": {"max_num_seqs": 1},
 }
+SCHEDULES |= {f"budget of {n}": {"max_num_batched_tokens": n} for n in (1, 7)}
+SCHEDULES |= {f"blocks of {n}": {"block_size": n, "num_kv_blocks": 1500 // n + 20} for n in (1, 2, 7, 256)}
 SCHEDULES |= {f"preempted, blocks of {n}": {"block_size": n, "num_kv_blocks": 128 // n} for n in (1, 4, 16)}
 AT_LENGTH = "cache", "budget of 1", "blocks of 2", "blocks of 7", "one at a time", "preempted, blocks of 4"
 
