@@ -127,9 +127,6 @@ def test_priorities(alphabet):
         assert texts(llm.generate(["a", "b"], GREEDY, priority=-1)) == ["bcd", "cde"]
 
 
-CONVERSATION = [{"role": "system", "content": "You are a helpful assistant"}]
-
-
 @pytest.mark.parametrize(
     ("template", "prompt"),
     [
@@ -160,7 +157,8 @@ def test_content_other_than_text_is_rejected(llm):
 
 def test_tools_reach_the_template(llm):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    output = llm.chat(CONVERSATION, GREEDY, tools=tools, chat_template_content_format="auto")[0]
+    chat = [{"role": "system", "content": "You are a helpful assistant"}]
+    output = llm.chat(chat, GREEDY, tools=tools, chat_template_content_format="auto")[0]
     assert output.prompt.startswith("weather|system:")
 
 
