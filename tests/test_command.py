@@ -260,9 +260,8 @@ def test_wheel_has_a_working_command(installed, tmp_path, clean):
 @pytest.mark.parametrize("options", [[], ["--kv-cache-dtype=int8", "--batch-invariant"]])
 def test_the_wheel_has_kernels_for_a_machine_without_a_compiler(options, installed, tmp_path, clean):
     env = {"PATH": str(installed), "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [installed / "nanoengine", "run", *options], env=env, capture_output=True, check=True, **clean
-    )
+    command = [installed / "nanoengine", "run", *options]
+    done = subprocess.run(command, env=env, capture_output=True, check=True, **clean)
     assert "27 + 58 = 85" in done.stdout
     assert re.search(r"compiled attention \(.*built for x86-64-v[34], without a C\+\+ compiler", done.stderr)
 
