@@ -294,8 +294,7 @@ def test_a_timeout_in_submit_queues_all_of_a_request_or_nothing(limit, babbler):
 def test_outputs_of_a_step_or_an_abort_that_a_timeout_ends_are_returned_by_the_next_one(limit, babbler):
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     with LLM(babbler, num_kv_blocks=20) as llm:
-        ends = llm.step, lambda: llm.abort_request("0")
-        for end in ends:
+        for end in llm.step, lambda: llm.abort_request("0"):
             llm.add_request("0", "ab", params)
             with Lines() as every:
                 end()
