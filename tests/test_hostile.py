@@ -113,9 +113,7 @@ def test_chat_template_that_fails_or_writes_too_much_is_a_value_error(template, 
             engine[0].chat([{"role": "user", "content": content}], chat_template=template)
 
 
-word = st.one_of(
-    st.text(st.sampled_from("aé日\u200b \ud800\x00e"), min_size=1, max_size=4), st.just("beyond")
-)
+word = st.text(st.sampled_from("aé日\u200b \ud800\x00e"), min_size=1, max_size=4) | st.just("beyond")
 token_ids = st.lists(st.integers(0, 259), min_size=1, max_size=4)
 tiny = st.sampled_from([5e-324, 1e-300, 1e-46, 1e-38, 1 - 2**-53])
 bias = st.one_of(st.floats(-1e30, 1e30), st.floats(-100, 100))
@@ -154,6 +152,7 @@ prompt = st.one_of(
     st.lists(st.integers(0, 259), max_size=40),
     st.sampled_from([[7] * 2000, [260], [-1], {"prompt": None}, [1.5]]),
 )
+requested = st.tuples(prompt, st.one_of(some_fields, some_fields, bad_field))
 UNCHECKED = {"suppress_health_check": list(HealthCheck)}
 
 
@@ -162,9 +161,7 @@ def test_no_request_changes_the_tokens_of_another(max_examples, engine):
     llm, alone = engine
 
     @settings(max_examples=max_examples, deadline=None, derandomize=True, database=None, **UNCHECKED)
-    @given(
-        st.lists(st.tuples(prompt, st.one_of(some_fields, some_fields, bad_field)), min_size=1, max_size=4)
-    )
+    @given(st.lists(requested, min_size=1, max_size=4))
     def check(requests):
         for i, (text, params) in enumerate(BYSTANDERS):
             llm.add_request(str(i), text, params)
