@@ -8,16 +8,13 @@ import subprocess
 import sys
 from collections import deque
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
 import nanoengine
 from nanoengine import LLM, SamplingParams
 from tests.helpers import DEMO
-from tests.test_structure import FILES, nodes_of
-
-PACKAGE = Path(nanoengine.__file__).parent
+from tests.test_structure import FILES, PACKAGE, nodes_of
 
 
 def test_public_names_are_exactly_these():
