@@ -76,21 +76,19 @@ def test_chat_streams_answers_remembers_turns_and_survives_ctrl_c(llm, monkeypat
 
 
 def test_chat_dims_thoughts_forgets_them_and_says_where_an_answer_was_cut(tmp_path, monkeypatch, capsys):
-    conversations = []
+    seen = []
     asked = iter(["ao", "bo", "a" * 999, "co"])
     monkeypatch.setattr("builtins.input", lambda _: next(asked, ""))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with LLM(str(thinking_checkpoint(tmp_path)), num_kv_blocks=20) as llm:
         llm.get_tokenizer().chat_template = THINKING_TEMPLATE
         render = llm.render_chat
-        monkeypatch.setattr(
-            llm, "render_chat", lambda given: (conversations.append([*given]), render(given))[1]
-        )
+        monkeypatch.setattr(llm, "render_chat", lambda given: (seen.append([*given]), render(given))[1])
         chat.converse(llm, SamplingParams(temperature=0, max_tokens=6), "Be brief.", verbose=True)
     shown = capsys.readouterr().out.replace("\033[22m\033[2m", "")
     assert shown.count("\n\033[2mhm\033[22m\n\nSo [cut at 6 tokens]\n\033[2m6 tokens in ") == 3
     first = [("system", "Be brief."), ("user", "ao"), ("assistant", "So"), ("user", "bo")]
-    conversations = [[(one["role"], one["content"]) for one in given] for given in conversations]
+    conversations = [[(one["role"], one["content"]) for one in given] for given in seen]
     assert conversations[1] == first
     assert conversations[3] == [("system", "Be brief."), ("user", "co")]  # the one before was too long
 
