@@ -234,9 +234,8 @@ def test_a_failed_capture_leaves_eager_steps_and_the_line_says_why(step, in_floa
 def test_other_failures_of_a_capture_are_errors(error, num_kv_blocks, match, in_float32, qwen3, monkeypatch):
     monkeypatch.setattr("tests.doubles.GraphRecorder.record", Mock(side_effect=error))
     if num_kv_blocks:  # a PyTorch that does not recover from a failed capture
-        monkeypatch.setattr(
-            "torch.cuda.empty_cache", Mock(side_effect=RuntimeError("captures_underway.empty()"))
-        )
+        underway = RuntimeError("captures_underway.empty()")
+        monkeypatch.setattr("torch.cuda.empty_cache", Mock(side_effect=underway))
     with pytest.raises(ValueError, match=match):
         LLM(qwen3, **{**SMALL, "num_kv_blocks": num_kv_blocks})
 
@@ -578,8 +577,7 @@ def test_a_download_is_read_when_it_has_arrived(late_gpu):
 
 def test_arrays_are_not_overwritten_before_they_are_copied(late_gpu):
     staging = Staging(24, torch.device("cpu"))
-    (first,) = staging.send([np.array([1, 2, 3])])
-    (second,) = staging.send([np.array([4, 5, 6])])
+    first, second = (staging.send([np.array(numbers)])[0] for numbers in ([1, 2, 3], [4, 5, 6]))
     assert first.tolist() == [1, 2, 3]
     late_gpu.run(2)
     assert second.tolist() == [4, 5, 6]
