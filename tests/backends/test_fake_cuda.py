@@ -12,6 +12,7 @@ import subprocess
 import types
 from collections import Counter
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "aten":
-            found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, out))]
+            found = torch.utils._pytree.tree_leaves((args, kwargs, out))
             devices = {x.device.type for x in found if isinstance(x, torch.Tensor)}
             is_copy = func is torch.ops.aten.copy_.default and len(args) > 2
             is_queued = kwargs.get("non_blocking") or (is_copy and args[2])
@@ -245,13 +246,10 @@ def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypa
             prepare(gpu, model)
         models.append(model)
 
-    class Launch:
-        def __getitem__(self, grid):
-            return lambda out, *given, **_: attend(given[0], out, *given[1:])
-
     monkeypatch.setitem(globals(), "on_the_gpu", on_the_host)
     monkeypatch.setattr(CUDA, "prepare", prepared)
-    monkeypatch.setattr(linear, "_linear_kernel", Launch())
+    monkeypatch.setattr(linear, "_linear_kernel", kernel := MagicMock())
+    kernel.__getitem__.return_value = lambda out, *given, **_: attend(given[0], out, *given[1:])
     monkeypatch.setattr(linear, "generation", lambda device: "sm90")
     # These look at numbers, of which there are none.
     monkeypatch.setattr(linear, "try_out", lambda *_: None)
