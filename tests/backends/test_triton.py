@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,19 +21,8 @@ from nanoengine.backends.cuda import try_out
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import Settings
 from nanoengine.backends.triton_attention import MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
-from tests.attention import (
-    ALL_DECODES,
-    ALL_FRESH,
-    BOTH,
-    CAPPED,
-    MIXED,
-    SINKS,
-    WITH_ALIBI,
-    WITH_SINKS,
-    case_id,
-    check_attention,
-    metadata_of,
-)
+from tests import attention
+from tests.attention import ALL_DECODES, BOTH, MIXED, WITH_ALIBI, WITH_SINKS, check_attention, metadata_of
 from tests.helpers import check_greedy, checkpoint, random_prompts, run_tests, slow, tokens_of
 from tests.launches import TARGETS, Recorder, compile_launch
 
@@ -71,7 +61,7 @@ SHORT = [(1, 1), (1, 40), (5, 33), (7, 7), (1, 17)]
 FEW = [*SHORT, (20, 30), (1, 70)]
 HALF, MAX_SPAN = torch.bfloat16, MAX_SPLITS * MIN_SPAN
 SMALL_SPAN, FEW_SPLITS = 32, 4  # instead of MIN_SPAN and MAX_SPLITS: the interpreter is slow
-SPLIT = {"window": 2 * SMALL_SPAN + 8, "sinks": SINKS}
+SPLIT = {"window": 2 * SMALL_SPAN + 8, "sinks": attention.SINKS}
 
 
 @pytest.fixture(autouse=True)
@@ -90,18 +80,18 @@ CASES = [
     *((FEW, {"head_dim": k, "v_head_dim": v}) for k, v in ((24, 16), (192, 128), (40, 300))),
     *((FEW, {"heads": n, "kv_heads": k}) for n, k in ((4, 4), (6, 2), (17, 1))),
     *((FEW, {"window": window}) for window in (1, 16, 40)),
-    *((FEW, {"block_size": 8, **settings}) for settings in (CAPPED, WITH_SINKS, BOTH)),
+    *((FEW, {"block_size": 8, **settings}) for settings in (attention.CAPPED, WITH_SINKS, BOTH)),
     *((FEW, {"window": 9, **settings}) for settings in (WITH_SINKS, WITH_ALIBI)),
     (FEW, {**WITH_ALIBI, **BOTH}),
     *((FEW, {"block_size": 32, "stale": torch.nan, **settings}) for settings in ({}, {"window": 9}, BOTH)),
     *((FEW, {"block_size": size, "window": 9, "stale": torch.nan}) for size in (3, 16)),
     *(([(1, n) for n in (31, 32, 33, 64, 65, 129, 300)], {"stale": torch.nan, **x}) for x in ({}, SPLIT)),
 ]
-LONG, LONG_SPLIT = [*MIXED, (1, 700), (1, 301), (70, 400)], {"window": 520, "sinks": SINKS}
+LONG, LONG_SPLIT = [*MIXED, (1, 700), (1, 301), (70, 400)], {"window": 520, "sinks": attention.SINKS}
 SPANS = [(1, n * MIN_SPAN + more) for n, more in ((1, -1), (1, 0), (1, 1), (2, 0), (2, 1))]
 SLOW_CASES = [
     (MIXED, {"block_size": 256, "dtype": torch.float16}),
-    (ALL_FRESH, {}),
+    (attention.ALL_FRESH, {}),
     *((SHORT, {"head_dim": dim, "stale": torch.nan}) for dim in (80, 256)),
     *((FEW, {"heads": n, "kv_heads": k}) for n, k in ((3, 3), (71, 1))),
     *((LONG, {"window": window}) for window in (16, 1000)),
@@ -115,7 +105,7 @@ SLOW_CASES = [
 
 
 @runs_kernels
-@pytest.mark.parametrize(("lens", "settings"), [*CASES, *slow(*SLOW_CASES)], ids=case_id)
+@pytest.mark.parametrize(("lens", "settings"), [*CASES, *slow(*SLOW_CASES)], ids=attention.case_id)
 def test_any_batch_and_layer_equals_dense_attention(lens, settings):
     check_attention(TritonAttention, lens, device=DEVICE, **{"block_size": 16, **settings})
 
@@ -226,19 +216,12 @@ EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 
 @runs_kernels
 def test_it_can_be_used_unless_its_kernels_fail_or_compute_wrong_numbers(monkeypatch):
-    class Broken:
-        def __getitem__(self, grid):
-            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
-
-    class Idle:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: args[0].fill_(0)
-
     try_it = functools.partial(try_out, TritonAttention, [SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE))
     assert try_it() is None
-    monkeypatch.setattr(backend, "_attend_kernel", Broken())
+    monkeypatch.setattr(backend, "_attend_kernel", kernel := MagicMock())
+    kernel.__getitem__.side_effect = RuntimeError("Failed to find C compiler.\nPlease specify via CC")
     assert try_it() == "it failed when tried: RuntimeError: Failed to find C compiler."
-    monkeypatch.setattr(backend, "_attend_kernel", Idle())
+    kernel.__getitem__.side_effect = lambda grid: lambda out, *args, **kwargs: out.fill_(0)
     assert try_it() == "it computed wrong results when tried"
 
 
