@@ -7,7 +7,7 @@ import functools
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ executed = pytest.mark.skipif(bool(obstacle()), reason=str(obstacle()))
 # Outputs, inputs, bits, group, zeros; 96 inputs of 4 bits fill one and a half pairs of tiles.
 ODD, WIDE, BYTES = (70, 96, 4, 32, True), (33, 256, 4, 128, False), (65, 128, 8, 128, True)
 SMALL_GROUPS, LONG, BYTES_OF_32 = (20, 48, 4, 16, True), (16, 1280, 4, 64, True), (70, 96, 8, 32, False)
+SHAPES = ODD, WIDE, BYTES, SMALL_GROUPS, LONG, BYTES_OF_32
 
 
 def check_product(num_tokens, shape, dtype, has_bias=True, device="cpu"):
@@ -48,21 +49,12 @@ def check_product(num_tokens, shape, dtype, has_bias=True, device="cpu"):
     assert (out.double() - expected).abs().max() <= rounding * expected.abs().max()
 
 
-CASES = (
-    ("sm80", 3, ODD, BRAIN),
-    ("sm80", 17, WIDE, HALF),
-    ("sm90", 2, LONG, BRAIN),
-    ("sm90", 70, BYTES, BRAIN),
-)
+CASES = [("sm80", 3, ODD, BRAIN), ("sm80", 17, WIDE, HALF)]
+CASES += [("sm90", 2, LONG, BRAIN), ("sm90", 70, BYTES, BRAIN)]
 SLOW_CASES = [
-    *(
-        (generation, num_tokens, shape, dtype)
-        for generation in ("sm75", "sm80", "sm89", "sm90")
-        for num_tokens in (1, 16, 130)
-        for shape in (ODD, WIDE, BYTES, SMALL_GROUPS, LONG, BYTES_OF_32)
-        for dtype in ([HALF] if generation == "sm75" else [HALF, BRAIN])
-    ),
-    *(("sm80", num_tokens, shape, FULL) for num_tokens in (1, 17) for shape in (ODD, BYTES, LONG)),
+    *itertools.product(("sm80", "sm89", "sm90"), (1, 16, 130), SHAPES, (HALF, BRAIN)),
+    *itertools.product(["sm75"], (1, 16, 130), SHAPES, [HALF]),
+    *itertools.product(["sm80"], (1, 17), (ODD, BYTES, LONG), [FULL]),
 ]
 
 
@@ -79,7 +71,7 @@ def test_what_triton_compiles_for_a_gpu_equals_the_dequantized_product(
 
 
 @runs_kernels
-@pytest.mark.parametrize("shape", [ODD, WIDE, BYTES, SMALL_GROUPS, LONG, BYTES_OF_32])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("num_tokens", "dtype"),  # tiles of float32 have 16 tokens
     [*itertools.product((0, 1, 17, 130), (HALF, BRAIN)), *itertools.product((0, 1, 17), [FULL])],
@@ -165,13 +157,11 @@ def rounded(path, **settings):
 
 
 TIED, NAMES = "qwen3 tied, one kv head", ("llama odd sizes", "gpt2", "mixtral", "gemma3", "qwen3")
-EACH_IN_ONE = [*zip(NAMES, ["int8", "int4"] * 3, strict=False)]
-IN_THE_OTHER = [*zip(NAMES, ["int4", "int8"] * 3, strict=False)]
+BY_DEFAULT = [(TIED, "int4"), (TIED, "int8"), *zip(NAMES, ["int8", "int4"] * 3, strict=False)]
+IN_THE_OTHER_FORM = [*zip(NAMES, ["int4", "int8"] * 3, strict=False)]
 
 
-@pytest.mark.parametrize(
-    ("name", "form"), [(TIED, "int4"), (TIED, "int8"), *EACH_IN_ONE, *slow(*IN_THE_OTHER)]
-)
+@pytest.mark.parametrize(("name", "form"), [*BY_DEFAULT, *slow(*IN_THE_OTHER_FORM)])
 def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # Triton's interpreter needs it
     path, settings = checkpoint(name, tmp_path_factory)[0], {"dtype": "float32", "quantization": form}
@@ -231,12 +221,8 @@ def line_of(weight):
 def test_what_cannot_stay_quantized_is_in_the_first_line(flash_doubles, tmp_path, caplog, monkeypatch):
     reason = "weights dequantized: groups of 20 inputs, or scales that float16 cannot hold"
     assert line_of(quantized(16, 40, 4, 20, False)) == ([None, None], [reason])
-
-    class Idle:
-        def __getitem__(self, grid):
-            return lambda out, *args, **kwargs: out.fill_(0)
-
-    monkeypatch.setattr(backend, "_linear_kernel", Idle())
+    monkeypatch.setattr(backend, "_linear_kernel", idle := MagicMock())
+    idle.__getitem__.return_value = lambda out, *args, **kwargs: out.fill_(0)
     backend._try_out.cache_clear()
     reason = "weights dequantized: triton_linear failed when tried: RuntimeError: it computed wrong results"
     assert line_of(quantized(*ODD)) == ([None, None], [reason])
@@ -263,9 +249,7 @@ def test_a_kernel_that_works_is_used(flash_doubles):
         *slow(*itertools.product(TARGETS, (HALF, FULL), (1, 100), (4, 8))),
     ],
 )
-def test_the_kernel_uses_tensor_cores_and_no_stack(
-    generation, dtype, num_tokens, bits, monkeypatch, tmp_path
-):
+def test_a_kernel_uses_tensor_cores_and_no_stack(generation, dtype, num_tokens, bits, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
     kernel = backend._linear_kernel
     monkeypatch.setattr(backend, "_linear_kernel", recorder := Recorder(kernel))
