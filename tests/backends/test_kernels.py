@@ -254,10 +254,8 @@ def test_mamba2_equals_its_definition(dtype):
     of_b = 3, 5, 2, 19
     kernels, x, b, c, states = kernels_and_inputs(dtype, (3, 5, 4, 7), of_b, of_b, (6, 4, 7, 19))
     states, dt, a, d = states.float(), torch.rand(3, 5, 4), -torch.rand(4), torch.randn(4)
-
-    out, last = run_states(
-        lambda x, dt, b, c, *at: kernels.mamba2(x, dt, a, b, c, d, *at), (x, dt, b, c), states
-    )
+    inputs = x, dt, b, c
+    out, last = run_states(lambda x, dt, b, c, *at: kernels.mamba2(x, dt, a, b, c, d, *at), inputs, states)
     x, b, c = x.float(), b.float().repeat_interleave(2, 2), c.float().repeat_interleave(2, 2)
     state, rows = states[SOURCES], []
     for t in range(5):
@@ -391,9 +389,7 @@ def layer_and_inputs(
     ("has_bias", "has_norms", "bits"),  # of weights and of activations
     [(False, True, (0, 0)), (True, False, (8, 0)), (True, True, (4, 0)), (True, True, (4, 8))],
 )
-def test_a_layer_in_one_call_equals_separate_calls_bit_for_bit(
-    dtype, lengths, has_bias, has_norms, bits, int8
-):
+def test_a_layer_in_one_call_has_the_bits_of_separate_calls(dtype, lengths, has_bias, has_norms, bits, int8):
     kernels, layer, (x, residual, *rope), kv, metadata = layer_and_inputs(
         dtype, lengths, 12 if any(bits) else 10, has_bias, has_norms, bits, window=20, int8=int8
     )
