@@ -115,6 +115,7 @@ def bare(tmp_path_factory):
 )
 def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, bare, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)  # for the tests after it
     with pytest.raises(SystemExit) as ended:
         main(line.replace("BARE", str(bare)).split())
     (printed,) = capsys.readouterr().err.splitlines()
