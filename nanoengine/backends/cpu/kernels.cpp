@@ -328,6 +328,7 @@ extern "C" {
 decltype(&pack_integers) pack_integers_int8 = &pack_integers;
 int64_t outputs = OUTPUTS;         // in a block of a packed weight
 bool integers_are_fast = HAS_DOT;  // whether rounded activations make products with quantized weights faster
+bool amx = HAS_AMX;                // whether bfloat16 products use AMX
 #ifdef _OPENMP
 bool one_thread = false;
 #else
