@@ -33,6 +33,12 @@ def resident_blocks(tensor):
     return (pages & 1).sum() * os.sysconf("SC_PAGESIZE") / (tensor.nbytes / len(tensor))
 
 
+def memory_of(caches):
+    """Return the tensors of K and V that are populated, each once."""
+    tensors = [x for cache in caches for x in (cache.k, cache.v) if x.nbytes >= LARGE_PAGE]
+    return list({x.data_ptr(): x for x in tensors}.values())
+
+
 def use(forward, block):
     metadata = SimpleNamespace(slot_mapping=torch.tensor([3, block * 32 + 31, 5]))
     assert forward(lambda inputs: inputs.metadata, SimpleNamespace(metadata=metadata)) is metadata
@@ -44,7 +50,7 @@ def check_ahead(forward, is_idle, num_blocks):
     if forward._thread.ident is not None:
         forward._thread.join()
     of_page = LARGE_PAGE // BLOCK_BYTES
-    for memory in forward._memory:
+    for memory in forward.memory:
         assert num_blocks <= resident_blocks(memory) <= -(-num_blocks // of_page) * of_page
 
 
@@ -52,13 +58,15 @@ def check_ahead(forward, is_idle, num_blocks):
 def forward():
     groups = [KVGroup([0, 1], None), KVGroup([2], 99)]  # they share memory
     caches = new_caches([SPEC] * 3, groups, NUM_BLOCKS - 1, 32, torch.device("cpu"))
-    return populate_cache.PopulatingForward(caches, AHEAD, 1.0)
+    forward = populate_cache.PopulatingForward(caches, AHEAD, 1.0)
+    forward.memory = memory_of(caches)
+    return forward
 
 
 @pytest.mark.parametrize("advice", [populate_cache.MADV_POPULATE_WRITE, -1], ids=["populated", "locked"])
 def test_blocks_are_populated_ahead_of_the_highest_one_in_use_and_not_further(advice, forward, monkeypatch):
     monkeypatch.setattr(populate_cache, "MADV_POPULATE_WRITE", advice)
-    forward._memory[0][3] = 1  # what is there stays
+    forward.memory[0][3] = 1  # what is there stays
     for block, is_idle, num_populated in (
         (0, False, 1 + AHEAD),  # after loading
         (0, True, 1 + AHEAD),
@@ -71,8 +79,8 @@ def test_blocks_are_populated_ahead_of_the_highest_one_in_use_and_not_further(ad
         for one in block, 0:  # a later step may use lower blocks only
             use(forward, one)
         check_ahead(forward, is_idle, num_populated)
-    assert forward._memory[0][3].eq(1).all()
-    assert forward._memory[0].sum() == forward._memory[0][3].numel()
+    assert forward.memory[0][3].eq(1).all()
+    assert forward.memory[0].sum() == forward.memory[0][3].numel()
     assert re.search(r"VmLck:\s+0 kB", Path("/proc/self/status").read_text())
 
 
@@ -116,7 +124,7 @@ def test_the_thread_ends_without_its_engine_and_holds_none_of_its_tensors(monkey
     forward = populate_cache.PopulatingForward(caches, AHEAD, 1.0)
     forward.look_ahead(True)
     is_called.wait()
-    thread, held = forward._thread, [weakref.ref(x) for x in (forward, caches[0].k, caches[0].v)]
+    thread, held = forward._thread, [weakref.ref(x) for x in (caches[0].k, caches[0].v)]
     del forward, caches
     assert {one() for one in held} == {None}
     assert thread.is_alive()
@@ -127,7 +135,7 @@ def test_the_thread_ends_without_its_engine_and_holds_none_of_its_tensors(monkey
 
 def test_no_thread_starts_at_interpreter_shutdown(forward):
     """It would never run, and `Thread.start` would wait for it."""
-    (at_exit,) = (one for one in weakref.finalize._registry if (one.peek() or [None])[0] is forward)
+    (at_exit,) = (one for one in weakref.finalize._registry if (one.peek() or [None])[0] is forward.memory[0])
     assert at_exit.atexit
     at_exit()
     forward.look_ahead(True)
@@ -137,12 +145,13 @@ def test_no_thread_starts_at_interpreter_shutdown(forward):
 def test_an_engine_populates_while_it_is_idle_and_gives_the_memory_back():
     llm = LLM("demo", kv_cache_bytes=64 << 20, max_num_batched_tokens=AHEAD * 32)
     forward = llm.llm_engine.runner.forward
+    forward.memory = memory_of(llm.llm_engine.runner.caches)
     for _ in range(3):
         forward._thread.join()
         check_ahead(forward, True, forward._highest + 1 + AHEAD)
         llm.generate([[5 + i] * 300 for i in range(9)], SamplingParams(max_tokens=1), use_tqdm=False)
     assert forward._highest > 80
-    memory = [weakref.ref(cache.k) for cache in llm.llm_engine.runner.caches]
+    memory, forward.memory = [weakref.ref(x) for x in forward.memory], []
     llm.close()
     assert not forward._thread.is_alive()
     assert {one() for one in memory} == {None}

@@ -30,54 +30,55 @@ class PopulatingForward(Forward):
 
     def __init__(self, caches: list[KVCache], max_blocks: int, share: float) -> None:
         super().__init__()
+        # Keeps no tensor: a thread that frees one while the interpreter shuts down aborts the process
         memory = {x.data_ptr(): x for cache in caches for x in (cache.k, cache.v)}  # groups share it
-        self._memory = [x for x in memory.values() if x.nbytes >= LARGE_PAGE]
+        large = [x for x in memory.values() if x.nbytes >= LARGE_PAGE]
+        self._areas = [(x.data_ptr(), x[0].nbytes) for x in large]  # of each: address, a block's bytes
+        self._num_blocks, self._block_size = large[0].shape[:2] if large else (0, 0)
         self._max_blocks, self._share = max_blocks, share
-        self._highest, self._end = 0, 0  # highest block in use; those before `_end` are or will be populated
+        self._highest, self._end = 0, 0  # the highest block in use; the blocks before `_end` are populated
         self._planned_for = -max_blocks  # `_highest` when the last thread started
         self._thread, self._closed = Thread(), Event()
-        weakref.finalize(self, self._closed.set)
+        for x in large:
+            weakref.finalize(x, self._closed.set)  # at interpreter shutdown too
 
     def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
-        if self._memory:
-            slot = int(inputs.metadata.slot_mapping.max())
-            self._highest = max(self._highest, slot // self._memory[0].shape[1])
+        if self._areas:
+            self._highest = max(self._highest, int(inputs.metadata.slot_mapping.max()) // self._block_size)
         return compute(inputs)
 
     def look_ahead(self, is_idle: bool) -> None:
         """Start the thread if half of the blocks populated in advance are in use; if idle, any of them."""
         num_used = self._highest - self._planned_for
         is_due = num_used >= (1 if is_idle else self._max_blocks / 2)
-        # At interpreter shutdown `_closed` is set, and a thread that starts then would wait forever
-        if is_due and not self._closed.is_set() and self._memory and not self._thread.is_alive():
+        # A thread that starts at interpreter shutdown would wait forever
+        if is_due and self._areas and not self._closed.is_set() and not self._thread.is_alive():
             self._planned_for = self._highest
-            # The thread refers to no tensor: if it freed one during interpreter shutdown, PyTorch would abort
-            areas = [(x.data_ptr(), x[0].nbytes) for x in self._memory]
-            room = int(available_memory().num_bytes * self._share) // sum(size for _, size in areas)
-            first = max(self._end, self._highest)
-            self._end = min(self._highest + 1 + min(self._max_blocks, room), len(self._memory[0]))
-            self._thread = Thread(target=_populate, args=(areas, first, self._end, self._closed), daemon=True)
+            self._thread = Thread(target=self._populate, daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and forget the caches."""
-        self._memory = []
+        """End the thread."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
 
-
-def _populate(areas: list[tuple[int, int]], first: int, end: int, closed: Event) -> None:
-    """Populate the blocks [first, end) of areas, each given as an address and the bytes of a block."""
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
-    libc, step = ctypes.CDLL(None), max(1, LARGE_PAGE // max(size for _, size in areas))
-    for block in range(first, end, step):
-        for address, size in areas:
-            start, stop = address + block * size, address + min(block + step, end) * size
-            start -= start % PAGESIZE
-            area = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
-            # Few pages at a time: no other thread can map memory meanwhile
-            failed = libc.madvise(*area, MADV_POPULATE_WRITE) and (libc.mlock(*area) or libc.munlock(*area))
-            if failed or closed.is_set():
-                return
+    def _populate(self) -> None:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
+        libc, sizes = ctypes.CDLL(None), [size for _, size in self._areas]
+        room = int(available_memory().num_bytes * self._share) // sum(sizes)
+        end = min(self._highest + 1 + min(self._max_blocks, room), self._num_blocks)
+        first = max(self._end, self._highest)
+        while first < end:
+            last = min(first + max(1, LARGE_PAGE // max(sizes)), end)
+            for address, size in self._areas:
+                start, stop = address + first * size, address + last * size
+                start -= start % PAGESIZE
+                area = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+                # Few pages at a time: no other thread can map memory meanwhile
+                failed = libc.madvise(*area, MADV_POPULATE_WRITE)
+                failed = failed and (libc.mlock(*area) or libc.munlock(*area))
+                if failed or self._closed.is_set():
+                    return
+            self._end = first = last
