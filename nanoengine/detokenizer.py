@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
 from nanoengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # at run time it is imported for log-probabilities
+    from nanoengine.token_bytes import TokenBytes
 
 MAX_PENDING = 32  # limit on consecutive tokens that complete no text
 ContentOf = Callable[[str], str]
@@ -174,7 +177,7 @@ class Vocabulary:
         self.texts: dict[bool, TokenTexts] = {}  # skip_special_tokens -> texts
 
     @cached_property
-    def bytes(self) -> Any:
+    def bytes(self) -> "TokenBytes":
         """The `TokenBytes`, created when the first log-probabilities are named."""
         from nanoengine.token_bytes import TokenBytes
 

@@ -80,14 +80,25 @@ def send_inputs(
 ) -> ModelInputs[Tensor]:
     """Copy a batch to a device with its `send`. The next call overwrites the memory."""
     meta, states = inputs.metadata, inputs.states
-    slots = [] if states is None else states[:3]
+    slots = [] if states is None else [states.decode_rows, states.decode_sources, states.decode_targets]
     # CUDA graphs read all but the last three, whose lengths differ: the addresses before them must not. The
     # addresses of the first three depend on the number of tokens only.
-    sent = send([*inputs[:2], *meta[:5], *slots, *inputs[3:6]])
+    input_ids, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, *others = send(
+        [
+            *(inputs.input_ids, inputs.positions, meta.slot_mapping),
+            *(meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables),
+            *slots,
+            *(inputs.sample_rows, inputs.pending_rows, inputs.pending_samples),
+        ]
+    )
+    *sent_slots, sample_rows, pending_rows, pending_samples = others
     # What follows the arrays is known on the host.
-    metadata = AttentionMetadata._make((*sent[2:7], *meta[5:]))
-    layout = None if states is None else StateLayout._make((*sent[7:10], states.parts))
-    return ModelInputs._make((*sent[:2], metadata, *sent[-3:], layout))
+    metadata = AttentionMetadata(slot_mapping, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, *meta[5:])
+    layout = None
+    if states is not None:
+        decode_rows, decode_sources, decode_targets = sent_slots
+        layout = StateLayout(decode_rows, decode_sources, decode_targets, states.parts)
+    return ModelInputs(input_ids, positions, metadata, sample_rows, pending_rows, pending_samples, layout)
 
 
 def pad(values: np.ndarray, size: int, value: int = 0) -> np.ndarray:
