@@ -91,7 +91,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self._checks = ThreadPoolExecutor(1, "nanoengine-checks")  # one thread: requests keep their order
         self._grammar_checks = ThreadPoolExecutor(thread_name_prefix="nanoengine-grammar-checks")
         self._closed, self._lock = False, threading.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; only for the thread
+        # Requests beyond the limit: ids, and what admits them. Only for the thread
+        self._waiting: deque[tuple[str, Callable[[], None]]] = deque()
         self._outgoing: dict[Any, Any] = {}  # outputs that `_deliver` will send; only for the thread
         self.llm_engine = LLMEngine(config, self._deliver)  # only the thread steps it
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
@@ -145,7 +146,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
         finished = False
         try:
-            await self._call(add, lambda run: self._send(lambda: self._waiting.append(run)))
+            await self._call(add, lambda run: self._send(lambda: self._waiting.append((request_id, run))))
             while not finished:
                 output = await mailbox.take()
                 finished = output.finished
@@ -161,7 +162,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort one request or several. A consumer gets a last output with finish_reason "abort"."""
-        await self._call(lambda: self.llm_engine.abort_request(request_id))
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._call(lambda: self._abort_all(ids))
 
     async def get_metrics(self) -> list["Metric"]:
         """Return the metrics of `LLMEngine.get_metrics`, read between two steps."""
@@ -249,8 +251,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             while not self._commands.empty():
                 if (command := self._commands.get()) is not None:
                     command()
-            for run in self._waiting:
-                run()  # raises in its caller: the engine is closed
+            for _, admit in self._waiting:
+                admit()  # raises in its caller: the engine is closed
 
     def _run_commands(self) -> bool:
         """Run the queued commands, and wait for one if the engine is idle. Returns False at the end mark."""
@@ -265,7 +267,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             command()
         num_places = self._max_concurrent_requests - len(self.llm_engine.requests)
         for _ in range(min(len(self._waiting), num_places)):
-            self._waiting.popleft()()
+            self._waiting.popleft()[1]()
         return True
 
     def _step(self) -> None:
@@ -286,6 +288,16 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             with suppress(RuntimeError):  # the event loop is closed: drop its outputs
                 loop.call_soon_threadsafe(_Mailbox.receive, outputs)
         self._outgoing.clear()
+
+    def _abort_all(self, ids: list[str]) -> None:
+        """Abort requests. Those that wait are admitted first, so that their consumers get an output too."""
+        waiting, self._waiting = self._waiting, deque()
+        for request_id, admit in waiting:
+            if request_id in ids:
+                admit()
+            else:
+                self._waiting.append((request_id, admit))
+        self.llm_engine.abort_request(ids)
 
     def _abort(self, request_id: str, mailbox: _Mailbox) -> None:
         """Abort a request, unless its id belongs to another mailbox by now."""

@@ -245,6 +245,24 @@ async def test_a_request_that_is_cancelled_while_it_waits_for_a_place_never_runs
     assert added == ["first", "third"]
 
 
+@with_engine(max_concurrent_requests=1)
+async def test_a_request_that_waits_for_a_place_is_aborted_with_a_last_output(engine, prompts, tokens):
+    for ids in "second", ["second", "unknown"], iter(("unknown", "second")):
+        with held_steps(engine) as steps:
+            first = asyncio.create_task(collect(engine, prompts[0], GREEDY, "first"))
+            await until(lambda steps=steps: steps.is_held)
+            last = asyncio.create_task(anext(engine.generate(prompts[1], GREEDY, "second")))
+            await until(lambda: engine._commands.qsize() == 1)
+            third = asyncio.create_task(collect(engine, prompts[2], GREEDY, "third"))
+            await until(lambda: engine._commands.qsize() == 2)
+            aborted = asyncio.create_task(engine.abort(ids))
+            await until(lambda: engine._commands.qsize() == 3)
+        output = await asyncio.wait_for(last, TIMEOUT)
+        assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
+        await aborted
+        assert await asyncio.wait_for(asyncio.gather(first, third), TIMEOUT) == [tokens[0], tokens[2]]
+
+
 @with_engine
 async def test_a_panic_is_raised_in_its_caller_and_ends_no_thread(engine, prompts, tokens):
     """tokenizers and llguidance raise Rust's panics as BaseException."""
