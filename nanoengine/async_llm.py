@@ -44,13 +44,13 @@ class _Mailbox:
         self.outgoing.setdefault(self.loop, []).append((self, output))
 
     @staticmethod
+    @uninterrupted()
     def receive(outputs: list[tuple["_Mailbox", RequestOutput]]) -> None:
         """Wake the consumers of these outputs. Their event loop calls this."""
-        with uninterrupted():
-            for mailbox, output in outputs:
-                mailbox.output = output if mailbox.output is None else mailbox.output.merged_with(output)
-                if mailbox.waiter is not None and not mailbox.waiter.done():
-                    mailbox.waiter.set_result(None)
+        for mailbox, output in outputs:
+            mailbox.output = output if mailbox.output is None else mailbox.output.merged_with(output)
+            if mailbox.waiter is not None and not mailbox.waiter.done():
+                mailbox.waiter.set_result(None)
 
     async def take(self) -> RequestOutput:
         """Wait for an output, and return it."""
@@ -222,7 +222,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             except BaseException as error:  # a tokenizer's panic, no Exception, must not end the thread
                 deliver = partial(done.set_exception, error)
             with suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(lambda: done.done() or deliver())
+                loop.call_soon_threadsafe(uninterrupted()(lambda: done.done() or deliver()))
 
         try:
             with uninterrupted():

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
-from tests.helpers import DEMO, VOCAB, random_prompts
+from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, async_llm
+from tests.helpers import DEMO, VOCAB, Lines, random_prompts
 from tests.serving import TIMEOUT, held_steps, threads_of_checks, until
 
 SAMPLING: dict = {"temperature": 0, "max_tokens": 20}
@@ -339,5 +339,31 @@ def test_a_signal_as_a_lock_is_taken_reaches_the_caller_and_stops_no_thread(form
                     break
             assert num_locks < at < 99
             assert "Exception in callback" not in caplog.text  # asyncio would lose the exception
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_a_signal_at_any_line_that_asyncio_calls_back_leaves_no_coroutine_waiting(shared, expected, caplog):
+    """asyncio logs what a callback raises and goes on: the result that a coroutine awaits must be set."""
+
+    def on_alarm(number, frame):
+        raised.append(number)
+        raise InterruptedError
+
+    async def ask():
+        return await asyncio.wait_for(collect(shared, expected[0][3], params, "0"), TIMEOUT)
+
+    raised, params = [], SamplingParams(temperature=0, max_tokens=3)
+    handler = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        for at in range(1, 500):
+            lines = Lines(at=at, strike=lambda: signal.raise_signal(signal.SIGALRM))
+            lines.where = async_llm.__file__  # a signal before a block begins comes too early to be delayed
+            with lines, suppress(InterruptedError):
+                assert asyncio.run(ask()) == expected[1][3][:3]
+            if lines.count < at:
+                break
+        assert len(raised) == at - 1 < 499
+        assert "InterruptedError" in caplog.text  # some came in a callback
     finally:
         signal.signal(signal.SIGALRM, handler)

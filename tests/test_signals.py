@@ -7,13 +7,12 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from nanoengine import LLM, SamplingParams, signals
+from nanoengine import LLM, SamplingParams, async_llm, signals
 from nanoengine.backends.cpu import build
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.chat.templates import apply_template
@@ -342,5 +341,5 @@ def test_alarms_at_random_moments_change_neither_threads_nor_state_nor_results()
     result = json.loads(done.stdout)
     assert result["raised"] > 90
     assert (result["lost"], result["differences"]) == ([], [])
-    package = str(Path(build.__file__).parents[2])  # asyncio may lose a callback, but this code may not
-    assert all(package not in stack.splitlines()[-2] for stack in result["stuck"])
+    # asyncio loses a callback if the alarm comes before `uninterrupted` has begun in it, but not afterwards
+    assert all(async_llm.__file__ not in stack.splitlines()[-2] for stack in result["stuck"])
