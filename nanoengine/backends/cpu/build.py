@@ -109,7 +109,7 @@ def _find(folder: Path, name: str) -> ctypes.CDLL | None:
     return None
 
 
-COMPILER_SECONDS = 60  # the compiler is killed after this time
+COMPILER_SECONDS = 600  # then it is killed; a small board, or a loaded machine, needs more than a minute
 
 
 def _run(command: list[str], directory: str) -> str:
