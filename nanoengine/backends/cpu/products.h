@@ -128,7 +128,7 @@ static const A* as_inputs(std::vector<float>& kept, const X* x, int64_t n) {
 #if defined(__AVX512F__)
 constexpr int LANES = 16, VECTORS = 4, ROWS = 6, MANY = 48, FETCH_FROM = 7;
 #elif defined(__AVX__)
-constexpr int LANES = 8, VECTORS = 2, ROWS = 5, MANY = 12, FETCH_FROM = 2;
+constexpr int LANES = 8, VECTORS = 2, ROWS = 6, MANY = 48, FETCH_FROM = 2;
 #elif defined(__aarch64__)
 constexpr int LANES = 4, VECTORS = 4, ROWS = 6, MANY = 48, FETCH_FROM = 7;
 #else
