@@ -65,6 +65,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 ODD = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22}
 ONE_KV_HEAD = {"num_key_value_heads": 1}
 SLIDING = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+LAYERS = ["full_attention", "sliding_attention"]
 # name -> (architecture, changes to TINY)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
@@ -81,6 +82,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama odd sizes": ("Llama", ODD),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral sliding": ("Mistral", {"sliding_window": 24}),
+    "ministral": ("Ministral", {"sliding_window": 24, "layer_types": LAYERS, "head_dim": 16}),
 }
 
 WINDOW = 24

@@ -34,6 +34,10 @@ if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that nee
 
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
 GENERATION_CONFIG = "generation_config.json"
+# Its fields that choose tokens in transformers only. vLLM ignores them too
+_NAMES = "bad_words_ids begin_suppress_tokens epsilon_cutoff eta_cutoff forced_bos_token_id min_length "
+_NAMES += "forced_eos_token_id min_new_tokens no_repeat_ngram_size sequence_bias stop_strings suppress_tokens"
+NOT_APPLIED = {*_NAMES.split()}
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORIGINAL = "original_max_position_embeddings"
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
@@ -215,6 +219,9 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
         eos += ids
     known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
     given = {} if config.generation_config == "vllm" else generation
+    if unused := ", ".join(name for name in given if name in NOT_APPLIED and given[name]):
+        message = "%s: these settings are not applied, as in vLLM: %s"
+        logging.getLogger(__name__).warning(message, path / GENERATION_CONFIG, unused)
     checkpoint = Checkpoint(
         *(path, hf_config, decoder_config, tokenizer, tuple(known), given, part is not None),
         *(quantization, gguf),

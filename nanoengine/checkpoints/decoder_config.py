@@ -6,7 +6,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SUPPORTED_ARCHITECTURES = {  # by model_type
-    family.lower(): f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    family.lower(): f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")
 }
 SAME_NAMES = "vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps"  # in both configs
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -79,7 +79,8 @@ def _name_causal_lm(config: Any) -> None:
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, stated)
     if stated != causal_lm and (  # listing all of transformers' classes takes 0.2 s
         stated == MODEL_MAPPING_NAMES.get(model_type)
-        or (model_type, stated) == ("llama", "MistralForCausalLM")  # Mistral without windows is Llama
+        # Mistral without windows is Llama, and transformers makes Ministral of Mistral with layer_types.
+        or (stated == "MistralForCausalLM" and model_type in ("llama", "ministral"))
         or (
             stated.endswith("ForCausalLM")
             and not hasattr(config, "auto_map")

@@ -277,7 +277,8 @@ class HFModel(nn.Module):
         """Reject a model if a layer's window is not that of its type in the config."""
         config = self.causal_lm.config
         windows = [spec.window for spec in self.kv_specs]
-        configured = getattr(config, "sliding_window", None)
+        is_read = "sliding_window" in inspect.signature(type(config)).parameters  # else it means nothing
+        configured = config.sliding_window if is_read else None
         layer_types = getattr(config, "layer_types", None) or []
         if self.states is not None:
             layer_types = [kind for kind in layer_types if kind in ATTENTION_TYPES]

@@ -300,6 +300,12 @@ def test_a_window_applied_only_by_a_mask_is_not_ignored_silently(paged_model):
         HFModel(model)
 
 
+def test_a_window_that_the_config_class_does_not_know_changes_nothing_as_in_transformers(paged_model):
+    model = paged_model("olmo")
+    model.config.sliding_window = 24
+    assert {spec.window for spec in HFModel(model).kv_specs} == {None}
+
+
 def test_a_window_of_all_positions_may_be_left_out(tmp_path):
     model = helpers.hf_model("phimoe")
     model.config.sliding_window = 64

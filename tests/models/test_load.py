@@ -554,8 +554,11 @@ def test_dtype_auto_is_the_checkpoints_own(copy):
         assert llm.llm_engine.runner.caches[0].k.dtype == torch.bfloat16
 
 
-def test_eos_ids_come_from_all_files_and_sampling_parameters_from_the_generation_config_unless_vllm(copy):
+def test_eos_ids_come_from_all_files_and_sampling_parameters_from_the_generation_config_unless_vllm(
+    copy, caplog
+):
     generation = {"eos_token_id": [5, 9], "temperature": 0.3, "max_new_tokens": 77}
+    generation |= {"suppress_tokens": [4], "no_repeat_ngram_size": 3, "min_length": 0}
     (copy / "generation_config.json").write_text(json.dumps(generation))
     edit_config(copy, eos_token_id=[7, 500, -1])  # the last two are no tokens
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{i}": i for i in range(10)}))
@@ -566,6 +569,8 @@ def test_eos_ids_come_from_all_files_and_sampling_parameters_from_the_generation
     params = own.default_sampling_params()
     assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 1.0, 77)
     assert plain.default_sampling_params() == SamplingParams()
+    (warning,) = caplog.messages
+    assert warning.endswith("not applied, as in vLLM: suppress_tokens, no_repeat_ngram_size")
 
 
 # Types whose config class has a default -> it
@@ -653,6 +658,15 @@ def test_a_window_of_a_llama_config_changes_nothing_as_in_transformers(tmp_path)
     config = transformers.LlamaConfig(**TINY, architectures=["LlamaForCausalLM"], sliding_window=8)
     config.save_pretrained(tmp_path)
     assert open_checkpoint(str(tmp_path)).decoder_config.windows == (None, None)
+
+
+def test_layer_types_of_a_mistral_config_say_which_layers_have_a_window(tmp_path):
+    """Ministral 8B has such a config. transformers loads it as Ministral, whatever its architectures are."""
+    types = ["full_attention", "sliding_attention"]
+    settings = {"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": types}
+    transformers.MistralConfig(**TINY, **settings).save_pretrained(tmp_path)
+    opened = open_checkpoint(str(tmp_path))
+    assert (opened.architecture, opened.decoder_config.windows) == ("MinistralForCausalLM", (None, 8))
 
 
 def test_a_complete_file_is_read_beside_a_stale_index_or_a_variant(copy):
