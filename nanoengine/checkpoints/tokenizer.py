@@ -89,21 +89,22 @@ def _load_stated(path: Path, load: Callable[[], Any]) -> Any:
 
 
 def _add_tokens(backend: Tokenizer, loaded: Any, path: Path, settings: dict[str, Any]) -> None:
-    """Add the tokens that stand only in the files beside tokenizer.json, with the ids that these state."""
-    ids = dict(read_json(path / "added_tokens.json", default={}))
-    ids |= {one["content"]: int(i) for i, one in (settings.get("added_tokens_decoder") or {}).items()}
+    """Add tokens that only the files beside tokenizer.json have, and follow tokenizer_config.json's flags."""
+    stated = {one["content"]: int(i) for i, one in (settings.get("added_tokens_decoder") or {}).items()}
+    ids = read_json(path / "added_tokens.json", default={}) | stated
     named = {*_strings(settings), *_strings(read_json(path / "special_tokens_map.json", default={}))}
     named -= {loaded.pad_token, loaded.unk_token} - {*ids}  # these may be ordinary tokens of the vocabulary
-    added = {*backend.get_added_tokens_decoder()}
+    added = backend.get_added_tokens_decoder()
     for _, token in sorted(loaded.added_tokens_decoder.items()):
-        own_id = backend.token_to_id(token.content)
-        if own_id in added or token.content not in ids.keys() | named:
+        own_id: Any = backend.token_to_id(token.content)
+        is_same = token.content not in stated or repr(token) == repr(added.get(own_id))  # with its flags
+        if (own_id in added and is_same) or token.content not in ids.keys() | named:
             continue
         if own_id is None:
             own_id = max([backend.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
         if ids.get(token.content, own_id) == own_id:
             backend.add_tokens([token])
-            added.add(own_id)
+            added[own_id] = token
         else:
             place = token.content, ids[token.content]
             logger.warning("%s: tokenizer.json has no place for the token %r at %d", path, *place)

@@ -190,6 +190,21 @@ def test_tokens_that_only_the_files_beside_it_have_are_added_with_their_ids(tmp_
     assert loaded.eos_token_id == size + 1
 
 
+@pytest.mark.parametrize("flag", ["special", "lstrip", "rstrip", "single_word"])
+def test_flags_of_an_added_token_are_those_of_tokenizer_config_as_in_transformers(flag, tmp_path):
+    backend = Tokenizer.from_str(layout("gpt2"))
+    flags = FLAGS | {"special": False}
+    backend.add_tokens([AddedToken("<x>", **flags)])
+    stated = {backend.token_to_id("<x>"): {"content": "<x>", **flags, flag: True}}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path, read = write(tmp_path, backend.to_str(), added_tokens_decoder=stated, **kind), []
+    for loaded in load_tokenizer(path, False), transformers.AutoTokenizer.from_pretrained(path):
+        ids = [loaded(text).input_ids for text in ("a <x> b", "a<x>b")]
+        read.append((ids, loaded.decode(ids[1], skip_special_tokens=True)))
+    plain = [backend.encode(text).ids for text in ("a <x> b", "a<x>b")]
+    assert read[0] == read[1] != (plain, "a<x>b")
+
+
 def test_a_default_of_the_class_that_the_file_lacks_is_no_token(tmp_path):
     backend = Tokenizer(models.WordLevel({"a": 0, "<none>": 1}, unk_token="<none>"))
     loaded = load_tokenizer(write(tmp_path, backend.to_str()), False)
