@@ -246,6 +246,30 @@ def check_greedy(model: Any, prompts: list[list[int]], num_tokens: int, answers:
     assert answers == [greedy(model, prompt, num_tokens, answer) for prompt, answer in both]
 
 
+def ask(llm: LLM, prompts: Any, **fields: Any) -> list[Any]:
+    """Return an engine's outputs, which are greedy unless these fields of SamplingParams say otherwise."""
+    return llm.generate(prompts, SamplingParams(**{"temperature": 0, **fields}), use_tqdm=False)
+
+
+def check_answers(llm: LLM, model: Any, prompts: Any, num_tokens: int, **fields: Any) -> list[Any]:
+    """Assert that an engine answers like transformers, greedily. Return its outputs."""
+    outputs = ask(llm, prompts, max_tokens=num_tokens, **fields)
+    check_greedy(model, prompts, num_tokens, tokens_of(outputs))
+    return outputs
+
+
+def prompt_logprobs(output: Any) -> list[float]:
+    """Return the log-probabilities of a prompt's tokens, without the first."""
+    pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    return [entry[token_id].logprob for entry, token_id in pairs]
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, token_ids: list[int]) -> Any:
+    """Return transformers' log-probabilities of what follows each token, (T, V) float32."""
+    return model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+
 def slow(*cases: Any) -> list[Any]:
     """Return values of parameters with which a test runs only with `-m slow`."""
     return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in cases]
@@ -560,7 +584,6 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
         The implementation that computed them.
     """
     prompts = random_prompts(lengths)
-    params = SamplingParams(temperature=0, max_tokens=num_new)
     counts: Counter[str] = Counter()
     for num_kv_blocks in (24, 16, 96):  # how many are tight depends on the windows
         settings: Any = {"num_kv_blocks": num_kv_blocks, "block_size": 8, "max_num_batched_tokens": 30}
@@ -570,8 +593,7 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
             if llm.scheduler.block_manager.max_computable_tokens < max(lengths) + num_new:
                 continue
             for _ in range(2):
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                check_greedy(reference, prompts, num_new, tokens_of(outputs))
+                check_answers(llm, reference, prompts, num_new)
             counts.update(llm.metrics())
             holds_blocks = bool(llm.llm_engine.started.loaded.kv_specs)
             if llm.llm_engine.started.loaded.kv_groups[-1].window is None:

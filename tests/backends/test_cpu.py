@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.backends.cpu.build import FLAGS, LEVELS, SOURCE, V4, NoKernelsError, digest, load_library
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.cpu.kernels import TYPES, Kernels
@@ -25,7 +25,7 @@ from nanoengine.backends.cpu.pinned_threads import place
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device
 from nanoengine.config import EngineConfig
-from tests.helpers import DEMO, slow
+from tests.helpers import DEMO, ask, slow
 from tests.serving import TIMEOUT, wait_until
 
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
@@ -451,7 +451,7 @@ def test_without_a_compiler_pytorch_runs(compiler, reason, tmp_path, monkeypatch
         assert llm.llm_engine.runner.device.kernels is None
         assert "torch attention (not compiled: " in (line := caplog.messages[-1])
         assert reason in line
-        assert len(llm.generate([5], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
+        assert len(ask(llm, [5], max_tokens=3)[0].outputs[0].token_ids) == 3
 
 
 def test_a_layer_in_two_places_is_packed_once():

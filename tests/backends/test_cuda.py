@@ -14,7 +14,7 @@ import torch
 
 import nanoengine.engine
 import nanoengine.sampling.sampler
-from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine import LLM, EngineConfig
 from nanoengine.assembly import open_device
 from nanoengine.backends import cuda, flash_attention, triton_attention
 from nanoengine.backends.cpu.cpu_device import CPU
@@ -26,7 +26,7 @@ from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.engine import ModelRunner, build_inputs
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, WITH_ALIBI, case_id, check_attention, metadata_of
 from tests.doubles import FakeGPU, TritonKernels
-from tests.helpers import batch_of, check_greedy, checkpoint, make_sequence, random_prompts, slow, tokens_of
+from tests.helpers import ask, batch_of, check_answers, checkpoint, make_sequence, random_prompts, slow
 
 BATCHES, SHAPES = (MIXED, ALL_FRESH, ALL_DECODES), ((4, 4, 8), (6, 2, 80), (8, 1, 256), (3, 3, 24))
 OF_BOTH = [
@@ -181,7 +181,6 @@ def test_the_gpu_is_the_current_one_of_the_thread_that_makes_the_engine(device, 
     assert open_device(EngineConfig(model=".", device=device)).device == torch.device("cuda", index)
 
 
-ANSWER = SamplingParams(temperature=0, max_tokens=4)
 SMALL = {"num_kv_blocks": 20, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 
 
@@ -191,8 +190,7 @@ def first_line(qwen3, tmp_path_factory, caplog):
 
     def run(**settings):
         with LLM(qwen3, **SMALL, **settings) as llm:
-            outputs = llm.generate([[1, 2, 3], [4]], ANSWER, use_tqdm=False)
-        check_greedy(checkpoint("qwen3", tmp_path_factory)[1], [[1, 2, 3], [4]], 4, tokens_of(outputs))
+            check_answers(llm, checkpoint("qwen3", tmp_path_factory)[1], [[1, 2, 3], [4]], 4)
         return caplog.messages[-1]
 
     return run
@@ -257,7 +255,7 @@ def test_a_backend_that_computes_wrong_numbers_is_skipped(in_float32, first_line
 
 def test_a_model_that_waits_for_the_gpu_is_eager_and_the_log_says_so(in_float32, tmp_path_factory, caplog):
     with LLM(checkpoint("llama, dynamic rope", tmp_path_factory)[0], **SMALL) as llm:
-        llm.generate([[1, 2, 3]], ANSWER, use_tqdm=False)
+        ask(llm, [[1, 2, 3]], max_tokens=1)
     assert "flash attention, no graphs (the model waits for the GPU)," in caplog.messages[-1]
     assert in_float32["replay"] == 0
 
@@ -366,14 +364,11 @@ def test_greedy_tokens_equal_transformers_in_any_batches(
     shared = random_prompts([260], seed=5)[0]
     prompts = [*random_prompts([3, 255, 256, 1]), shared + [7] * 20, [*shared, 8, 9]]
     settings = {"num_kv_blocks": 40, "max_num_seqs": 5, "block_size": 256, **settings}
-    params = SamplingParams(temperature=0, max_tokens=8)
     with LLM(path, attn_backend=backend, enforce_eager=enforce_eager, **settings) as llm:
-        llm.generate(random_prompts([20, 30], seed=6), params, use_tqdm=False)  # nothing cached at all
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        again = llm.generate(prompts[4:], params, use_tqdm=False)
+        ask(llm, random_prompts([20, 30], seed=6), max_tokens=8)  # nothing cached at all
+        check_answers(llm, reference, prompts, 8)
+        again = check_answers(llm, reference, prompts[4:], 8)
         preempted = llm.metrics()["num_preemptions"]
-    check_greedy(reference, prompts, 8, tokens_of(outputs))
-    assert tokens_of(again) == tokens_of(outputs[4:])
     assert all(out.num_cached_tokens == 256 for out in again) or preempted
     assert (preempted > 0) == (settings["num_kv_blocks"] == 5)
     assert in_float32["varlen paged"] > 0
@@ -389,7 +384,7 @@ def test_no_graph_is_larger_than_a_step_may_be(model, in_float32, tmp_path_facto
     path, _ = checkpoint(model, tmp_path_factory)
     with LLM(path, num_kv_blocks=40, max_num_seqs=200, max_num_batched_tokens=20) as llm:
         assert llm.llm_engine.runner.forward.decodes.sizes == [1, 2, 4, 8, 16, 20]
-        outputs = llm.generate(random_prompts([3] * 30), ANSWER, use_tqdm=False)
+        outputs = ask(llm, random_prompts([3] * 30), max_tokens=4)
     assert all(len(out.outputs[0].token_ids) == 4 for out in outputs)
 
 

@@ -14,7 +14,7 @@ from nanoengine.backends.triton_attention import TritonAttention
 from nanoengine.engine import ModelRunner
 from nanoengine.models.hf_attention import alibi_slopes
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
-from tests.helpers import DEMO, check_greedy, checkpoint, random_prompts, tokens_of
+from tests.helpers import DEMO, check_answers, checkpoint, random_prompts, tokens_of
 from tests.models.test_load import host_memory_of_loading
 
 pytestmark = pytest.mark.gpu
@@ -57,16 +57,15 @@ def test_greedy_tokens_of_the_bundled_model_equal_transformers():
     reference = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     reference.generation_config.eos_token_id = None  # it continues, as with ignore_eos
     with LLM(DEMO, dtype="float32", num_kv_blocks=20) as llm:  # exact comparison; flash-attn has no float32
-        check_greedy(reference, prompts, 32, tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False)))
+        check_answers(llm, reference, prompts, 32, ignore_eos=True)
 
 
 @pytest.mark.parametrize("name", ["gemma", "gpt2", "falcon new", "bloom", "mixtral"])
 def test_greedy_tokens_of_transformers_code_equal_transformers(name, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
-    prompts = random_prompts([3, 17, 70])
     with LLM(path, dtype="float32", num_kv_blocks=20) as llm:
         assert {x.device.type for x in llm.llm_engine.runner.model.parameters()} == {"cuda"}
-        check_greedy(reference, prompts, 32, tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False)))
+        check_answers(llm, reference, random_prompts([3, 17, 70]), 32)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

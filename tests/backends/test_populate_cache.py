@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.backends.cpu import populate_cache
 from nanoengine.backends.host_memory import LARGE_PAGE, Available
 from nanoengine.backends.kv_cache import KVGroup, KVSpec, new_caches
+from tests.helpers import ask
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 SPEC, NUM_BLOCKS = KVSpec(2, 64, 64, torch.float32), 1024
@@ -149,7 +150,7 @@ def test_an_engine_populates_while_it_is_idle_and_gives_the_memory_back():
     for _ in range(3):
         forward._thread.join()
         check_ahead(forward, True, forward._highest + 1 + AHEAD)
-        llm.generate([[5 + i] * 300 for i in range(9)], SamplingParams(max_tokens=1), use_tqdm=False)
+        ask(llm, [[5 + i] * 300 for i in range(9)], max_tokens=1)
     assert forward._highest > 80
     memory, forward.memory = [weakref.ref(x) for x in forward.memory], []
     llm.close()

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.backends import triton_attention as backend
 from nanoengine.backends.cuda import try_out
 from nanoengine.backends.kv_cache import KVCache, KVSpec
@@ -23,7 +23,7 @@ from nanoengine.backends.paged_attention import Settings
 from nanoengine.backends.triton_attention import MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
 from tests import attention
 from tests.attention import ALL_DECODES, BOTH, MIXED, WITH_ALIBI, WITH_SINKS, check_attention, metadata_of
-from tests.helpers import check_greedy, checkpoint, random_prompts, run_tests, slow, tokens_of
+from tests.helpers import check_answers, checkpoint, random_prompts, run_tests, slow
 from tests.launches import TARGETS, Recorder, compile_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -202,11 +202,9 @@ def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_
     prompts = [*random_prompts([3, 15, 16, 1]), shared + [7] * 5, [*shared, 8, 9]]
     settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "block_size": 16, **settings}
     with LLM(path, attn_backend="triton", **settings) as llm:
-        params = SamplingParams(temperature=0, max_tokens=4)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        check_answers(llm, reference, prompts, 4)
         assert (llm.metrics()["num_preemptions"] > 0) == (settings["num_kv_blocks"] == 5)
         assert llm.llm_engine.runner.attention.backend is TritonAttention
-    check_greedy(reference, prompts, 4, tokens_of(outputs))
     assert in_float32["replay"] > 0
 
 

@@ -12,12 +12,12 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
-from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine import LLM, EngineConfig
 from tests import doubles
 from tests.backends.test_kernels import quantized
 from tests.backends.test_triton import DEVICE, INTERPRETED, compiles, interpreted, runs_kernels, stack_bytes
 from tests.checkpoints.test_quantized_formats import CHECKPOINTS, check_equal, write, write_gguf
-from tests.helpers import checkpoint, hf_model, random_prompts, slow
+from tests.helpers import ask, checkpoint, hf_model, prompt_logprobs, random_prompts, slow, tokens_of
 from tests.launches import TARGETS, Emulated, Recorder, compile_launch, obstacle
 
 from nanoengine.backends import triton_linear as backend  # isort: skip  # test_triton skips without Triton
@@ -144,16 +144,14 @@ def test_weights_stay_quantized_on_a_gpu(name, settings, flash_doubles, tmp_path
 
 def rounded(path, **settings):
     """Return tokens, log-probabilities, the quantized layers by name, and the first line."""
-    params, prompts = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0), random_prompts([9, 17])
     with LLM(path, **{"num_kv_blocks": 20, "max_num_seqs": 2, "max_model_len": 64, **settings}) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = ask(llm, random_prompts([9, 17]), max_tokens=6, prompt_logprobs=0)
         modules = llm.llm_engine.runner.model.named_modules()
         layers = ((name.replace(".layer.", "."), x) for name, x in modules if getattr(x, "form", (0,))[0])
         held = {name: (x.form.bits, x.form.group, x.weight) for name, x in layers}
         line = llm.llm_engine.describe()
-    entries = [entry for out in outputs for entry in out.prompt_logprobs[1:]]
-    logprobs = torch.tensor([x.logprob for entry in entries for x in entry.values()])
-    return [out.outputs[0].token_ids for out in outputs], logprobs, held, line
+    logprobs = torch.tensor([x for out in outputs for x in prompt_logprobs(out)])
+    return tokens_of(outputs), logprobs, held, line
 
 
 TIED, NAMES = "qwen3 tied, one kv head", ("llama odd sizes", "gpt2", "mixtral", "gemma3", "qwen3")
@@ -228,7 +226,7 @@ def test_what_cannot_stay_quantized_is_in_the_first_line(flash_doubles, tmp_path
     assert line_of(quantized(*ODD)) == ([None, None], [reason])
     write(tmp_path, *CHECKPOINTS["awq"][:2])
     with LLM(str(tmp_path), num_kv_blocks=40, max_num_seqs=2, dtype="bfloat16") as llm:
-        assert llm.generate([[1]], use_tqdm=False)
+        assert ask(llm, [[1]])
     assert f"({reason})" in caplog.messages[-1]
     assert "awq weights, dequantized," in caplog.messages[-1]
 

@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from nanoengine import LLM, SamplingParams
-from tests.helpers import DEMO, open_checkpoint
+from nanoengine import LLM
+from tests.helpers import DEMO, ask, open_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = "owner/name"
@@ -99,7 +99,7 @@ def split_in_shards(root):
 
 def test_only_configs_tokenizer_and_weights_are_fetched(hub):
     with LLM(MODEL, num_kv_blocks=8) as llm:
-        (output,) = llm.generate(["Hello"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        (output,) = ask(llm, ["Hello"], max_tokens=2, ignore_eos=True)
     assert len(output.outputs[0].token_ids) == 2
     assert hub.fetched == {*CONFIGS, "model.safetensors"}
     assert not [path for path in hub.unknown if MODEL in path]

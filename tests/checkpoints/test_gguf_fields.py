@@ -10,12 +10,12 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.checkpoints.gguf import GGUFFile
 from nanoengine.checkpoints.gguf_fields import OWN
 from tests.checkpoints.test_quantized_formats import add_fields, close, gguf_writer, in_pairs
-from tests.helpers import TINY, slow, with_random_norms
+from tests.helpers import TINY, ask, logprobs_of, prompt_logprobs, slow, with_random_norms
 
 SIZES = {"context_length": 512, "embedding_length": 64, "feed_forward_length": 96, "block_count": 2}
 SIZES |= {"attention.head_count": 4, "attention.head_count_kv": 2}
@@ -205,11 +205,6 @@ def make(path, family, changes=None, header=None, tokens=()):
     return write(path, family, with_random_norms(model), header, tokens), model
 
 
-@torch.no_grad()
-def logprobs(model):
-    return model(torch.tensor([IDS])).logits[0].log_softmax(-1)
-
-
 def described(case):
     family, _, header = case
     return f"{family} {json.dumps(header)[1:60]}"
@@ -231,7 +226,7 @@ def test_a_field_changes_the_config_as_it_changes_a_model_made_by_hand(case, tmp
         config.dtype = torch.float32
     read = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     read.load_state_dict(model.state_dict())
-    torch.testing.assert_close(logprobs(read), logprobs(model), rtol=0, atol=2e-5)
+    torch.testing.assert_close(logprobs_of(read, IDS), logprobs_of(model, IDS), rtol=0, atol=2e-5)
 
 
 SERVED = ["stablelm", "nemotron", "gemma3", "qwen3moe"]  # the others take too long for every run
@@ -243,9 +238,8 @@ OURS = [[*case] for case in CASES if case[0] in OWN]  # decoder.py reads these c
 def test_a_file_computes_what_the_model_made_by_hand_does(case, tmp_path):
     path, model = make(tmp_path / "model.gguf", *case)
     with LLM(str(path), dtype="float32", num_kv_blocks=8) as llm:
-        output = llm.generate(IDS, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    ours = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], IDS[1:], strict=True)]
-    assert ours == pytest.approx(logprobs(model)[range(len(IDS) - 1), IDS[1:]].tolist(), abs=2e-4)
+        ours = prompt_logprobs(ask(llm, IDS, max_tokens=1, prompt_logprobs=0)[0])
+    assert ours == pytest.approx(logprobs_of(model, IDS)[range(len(IDS) - 1), IDS[1:]].tolist(), abs=2e-4)
 
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -275,7 +269,7 @@ def test_llama_cpp_computes_the_same(case, tmp_path):
     found = torch.full((len(tokens),), math.nan)
     for entry in answer["top_logprobs"]:
         found[entry["id"]] = entry["logprob"]
-    likely = logprobs(model)[-1].topk(32)
+    likely = logprobs_of(model, IDS)[-1].topk(32)
     torch.testing.assert_close(found[likely.indices], likely.values, rtol=0, atol=0.2)
 
 

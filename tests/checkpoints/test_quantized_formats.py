@@ -26,7 +26,7 @@ from nanoengine.checkpoints.gguf import READERS
 from nanoengine.checkpoints.lora import PREFIX
 from nanoengine.checkpoints.quantized_formats import QuantizedFiles
 from tests import helpers
-from tests.helpers import TINY, change_tensors, edit_config, hf_model, open_checkpoint, refuse, slow
+from tests.helpers import TINY, ask, change_tensors, edit_config, hf_model, open_checkpoint, refuse, slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
 
@@ -235,17 +235,14 @@ def write(path, stated, writer, model=None, pattern=PROJECTION):
 def check_equal(model, path, dtype="float32", max_tokens=12, **settings):
     """Compare tokens and a prompt's logprobs with transformers'. Return the bits of the quantized layers."""
     prompts = helpers.random_prompts([3, 17, 40])
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=0)
     with LLM(str(path), num_kv_blocks=40, dtype=dtype, **settings) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = ask(llm, prompts, max_tokens=max_tokens, prompt_logprobs=0)
         layers = [getattr(module, "form", None) for module in llm.llm_engine.runner.model.modules()]
     for prompt, output in zip(prompts, outputs, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        theirs = logits[range(len(prompt) - 1), prompt[1:]]
-        ours = [one[i].logprob for one, i in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+        theirs = helpers.logprobs_of(model, prompt)[range(len(prompt) - 1), prompt[1:]]
         tolerance = 2e-4 if dtype == "float32" else 0.4
-        assert torch.tensor(ours) == pytest.approx(theirs, abs=tolerance, rel=1e-4)
+        ours = torch.tensor(helpers.prompt_logprobs(output))
+        assert ours == pytest.approx(theirs, abs=tolerance, rel=1e-4)
         if dtype == "float32":
             helpers.check_greedy(model, [prompt], max_tokens, helpers.tokens_of([output]))
     return {form.bits for form in layers if form is not None} - {0}
@@ -601,8 +598,8 @@ def test_gguf_file_has_its_own_tokenizer_chat_template_and_eos(tmp_path):
         assert ours.chat_template == tokenizer.chat_template
         assert llm.llm_engine.checkpoint.eos_token_ids == (tokenizer.eos_token_id,)
         output = llm.chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)[0]
-        asked = SamplingParams(structured_outputs={"regex": "the the [0-9]{3}"})
-        assert re.fullmatch("the the [0-9]{3}", llm.generate("a", asked, use_tqdm=False)[0].outputs[0].text)
+        regex = "the the [0-9]{3}"
+        assert re.fullmatch(regex, ask(llm, "a", structured_outputs={"regex": regex})[0].outputs[0].text)
     said = output.outputs[0].token_ids
     assert said == helpers.greedy(model, output.prompt_token_ids, 12)[: len(said)]
     whole = ours.decode(said, skip_special_tokens=True)

@@ -18,9 +18,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from tests.checkpoints import test_quantized_formats as formats
-from tests.helpers import TINY, edit_config, random_prompts, slow, with_random_norms
+from tests.helpers import TINY, ask, edit_config, logprobs_of, random_prompts, slow, with_random_norms
 
 NUM_CASES = int(os.environ.get("CASES", 240))
 FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}  # their names in GGUF
@@ -244,25 +244,19 @@ class Case:
     def check(self):
         """Compare log-probabilities of a prompt and of a few tokens after it with transformers'."""
         prompt = random_prompts([self.rng.randint(5, 24)], self.rng.random(), self.config.vocab_size)[0]
-        params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0, logprobs=0)
         settings = {"dtype": self.dtype, "model_impl": self.impl, "tensor_parallel_size": self.ranks}
         with LLM(str(self.checkpoint), num_kv_blocks=8, lora=self.lora, **settings) as llm:
-            output = llm.generate(prompt, params, use_tqdm=False)[0]
+            (output,) = ask(llm, prompt, max_tokens=3, prompt_logprobs=0, logprobs=0)
         entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
         tokens = [*prompt, *output.outputs[0].token_ids]
         ours = torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)])
-        theirs, tolerance = self._logprobs(self.model, tokens), 2e-4
+        ends = range(len(tokens) - 1), tokens[1:]
+        theirs, tolerance = logprobs_of(self.model, tokens)[ends], 2e-4
         if self.dtype == "bfloat16":
-            rounded = self._logprobs(deepcopy(self.model).bfloat16(), tokens)
+            rounded = logprobs_of(deepcopy(self.model).bfloat16(), tokens)[ends]
             tolerance = 0.02 + 2 * (rounded - theirs).square().mean().sqrt()
         difference = (ours - theirs).square().mean().sqrt()
         assert difference <= tolerance, f"logprobs differ by {difference:.3} > {tolerance:.3}: {self}"
-
-    @staticmethod
-    @torch.no_grad()
-    def _logprobs(model, tokens):
-        logits = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-        return logits[range(len(tokens) - 1), tokens[1:]]
 
 
 @pytest.mark.parametrize("seed", [*range(15), *slow(*range(15, NUM_CASES))])

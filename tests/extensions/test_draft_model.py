@@ -12,7 +12,7 @@ import transformers
 from nanoengine import LLM, SamplingParams
 from tests import helpers
 from tests.extensions.test_speculative_decoding import mixed_requests
-from tests.helpers import TINY, VARIED_SETTINGS, check_greedy, checkpoint, random_prompts, tokens_of
+from tests.helpers import TINY, VARIED_SETTINGS, ask, check_answers, checkpoint, random_prompts, tokens_of
 from tests.laws import check_laws
 from tests.model_table import small_config
 from tests.test_async_scheduling import seen
@@ -117,11 +117,9 @@ def test_k_and_v_of_a_wrong_draft_are_not_used(target):
 @pytest.mark.parametrize("name", ["gemma3", "mistral sliding"])
 def test_windows_of_either_model_do_not_matter(name, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
-    prompts = random_prompts([3, 40, 33])
     settings: dict[str, Any] = {"num_kv_blocks": 60, "block_size": 4, "max_num_batched_tokens": 9}
     with LLM(path, **with_drafts(str(path)), **settings) as llm:
-        params = SamplingParams(temperature=0, max_tokens=60)
-        check_greedy(reference, prompts, 60, tokens_of(llm.generate(prompts, params, use_tqdm=False)))
+        check_answers(llm, reference, random_prompts([3, 40, 33]), 60)
         drafted, accepted = counts(llm)
     assert accepted == drafted > 60
 
@@ -165,7 +163,7 @@ def test_aborts_and_failed_steps_lose_nothing(where, target):
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=50, ignore_eos=True)
     settings: dict[str, Any] = {"num_kv_blocks": 40, "block_size": 4, "max_num_seqs": 3}
     with LLM(target, **settings) as llm:
-        expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
     with LLM(target, **with_drafts(target), **settings) as llm:
         engine = llm.llm_engine
         for i, prompt in enumerate(prompts):
@@ -214,40 +212,35 @@ def test_the_draft_model_computes_each_token_once(target):
     """Two tokens after a burst (the last draft and what followed it), and no block that is in the cache."""
     prompt = [*range(40, 50)]
     with LLM(target, num_kv_blocks=30, block_size=4, **with_drafts(target)) as llm:
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         passes = computed(llm)
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        (output,) = ask(llm, [prompt], max_tokens=12, ignore_eos=True)
         # The first token comes with the prompt, then five a step, and the twelfth needs no draft.
         assert passes[:5] == [[(0, 11)], [(11, 12)], [(12, 13)], [(13, 14)], [(14, 15), (15, 16)]]
         passes.clear()
         again = [*prompt, *output.outputs[0].token_ids]
-        llm.generate([again, again], params, use_tqdm=False)
+        ask(llm, [again, again], max_tokens=12, ignore_eos=True)
         assert passes[0] == [(16, 23), (20, 23)]  # it lacked the next block; the second now hits it
         passes.clear()
         llm.reset_prefix_cache()
-        llm.generate([again, [*again[:-1], 7]], params, use_tqdm=False)
+        ask(llm, [again, [*again[:-1], 7]], max_tokens=12, ignore_eos=True)
         assert sorted(passes[0]) == [(0, 23), (20, 23)]  # the second uses what the same pass computes
 
 
 def test_a_step_drafts_a_depth_for_all_sequences_in_one_pass(target):
     with LLM(target, num_kv_blocks=60, **with_drafts(target)) as llm:
         passes = computed(llm)
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        llm.generate(random_prompts([5] * 8), params, use_tqdm=False)
+        ask(llm, random_prompts([5] * 8), max_tokens=6, ignore_eos=True)
     assert [len(chunks) for chunks in passes] == [8, 8, 8, 8]
 
 
 def test_no_drafts_follow_the_end_of_a_sequence(target):
     with LLM(target, num_kv_blocks=60, **with_drafts(target)) as llm:
-        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        said = output.outputs[0].token_ids
+        (said,) = tokens_of(ask(llm, [[1, 2, 3]], max_tokens=40, ignore_eos=True))
         before = counts(llm)[0]
-        params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[said[3]])
-        llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        ask(llm, [[1, 2, 3]], max_tokens=40, stop_token_ids=[said[3]])
         assert counts(llm)[0] - before == said.index(said[3]) - 1  # the first comes without a draft
         before = counts(llm)[0]
-        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        ask(llm, [[1, 2, 3]], max_tokens=3)
         assert counts(llm)[0] - before == 1
 
 
@@ -268,8 +261,7 @@ def test_the_draft_model_has_a_dtype_and_a_quantization_of_its_own(target, caplo
     with LLM(target, num_kv_blocks=20, **config) as llm:
         model = llm.llm_engine.draft_model.started
         weights = [weakref.ref(one.model) for one in (model.runner, llm.llm_engine.runner)]
-        params = SamplingParams(temperature=0, max_tokens=20)
-        llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        ask(llm, [[1, 2, 3]], max_tokens=20)
         assert (model.loaded.dtype, llm.llm_engine.started.loaded.dtype) == (torch.bfloat16, torch.float32)
         assert "PackedLinear" in {type(one).__name__ for one in model.runner.model.modules()}
         assert len(model.runner.caches[0].k) == len(llm.llm_engine.runner.caches[0].k) == 21

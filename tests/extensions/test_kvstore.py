@@ -31,7 +31,7 @@ from nanoengine.engine import Sequence
 from nanoengine.extensions.kvstore import connector as kvstore
 from nanoengine.extensions.kvstore.connector import StoringBlockManager, StoringCore, decode, encode
 from nanoengine.extensions.kvstore.stores import DirectoryStore, RedisStore
-from tests.helpers import DEMO, check_greedy, checkpoint, random_prompts, slow
+from tests.helpers import DEMO, ask, check_greedy, checkpoint, random_prompts, slow, tokens_of
 from tests.laws import check_blocks, check_laws
 from tests.serving import free_port, wait_until
 from tests.test_scheduling_machine import AT_LENGTH, BRIEFLY, ExtendedMachine
@@ -70,7 +70,7 @@ def serve(path, store, prompts, params=GREEDY, **more):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         check_laws(llm.scheduler)
         counts = llm.metrics()
-    return [out.outputs[0].token_ids for out in outputs], [out.num_cached_tokens for out in outputs], counts
+    return tokens_of(outputs), [out.num_cached_tokens for out in outputs], counts
 
 
 @contextmanager
@@ -299,15 +299,14 @@ def test_blocks_in_the_prefix_cache_are_not_looked_up_in_the_store(qwen3):
 
 def test_prompt_logprobs_are_computed_and_not_loaded(qwen3):
     store, prompts = MemoryStore(), random_prompts([40])
-    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
     serve(qwen3, store, prompts)
     with LLM(str(qwen3), kv_store=store, **SETTINGS) as llm:
-        output = llm.generate(prompts, params, use_tqdm=False)[0]
+        (output,) = ask(llm, prompts, max_tokens=3, prompt_logprobs=1)
         assert output.num_cached_tokens == 0
         assert len(output.prompt_logprobs) == 40
         assert llm.metrics()["external_prefix_cache_queries"] == 0
     fresh = MemoryStore()  # but others may load what it computed
-    serve(qwen3, fresh, prompts, params)
+    serve(qwen3, fresh, prompts, SamplingParams(prompt_logprobs=1))
     assert serve(qwen3, fresh, prompts)[1] == [39]
 
 
@@ -485,7 +484,7 @@ def test_the_last_blocks_of_a_failed_request_are_not_saved(qwen3):
             return snapshot(filled)
 
         connector.snapshot = poisoned
-        llm.generate([prompts[1]], SamplingParams(max_tokens=1), use_tqdm=False)
+        ask(llm, [prompts[1]], max_tokens=1)
         wait_for_writer(llm)
     assert len(store.entries) == 3
 
@@ -580,7 +579,7 @@ def test_a_redis_store_works_and_its_end_fails_no_request(qwen3, tmp_path, caplo
             os.kill(server.pid, signal.SIGKILL)
             server.wait()
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-            assert [output.outputs[0].token_ids for output in outputs] == plain
+            assert tokens_of(outputs) == plain
             assert [output.num_cached_tokens for output in outputs] == [96, 0, 0]
     assert 1 <= len(caplog.records) <= 2
 

@@ -34,8 +34,8 @@ from nanoengine.extensions.parallel import tensor_parallel as parallel
 from nanoengine.extensions.parallel.rank_processes import Workers
 from nanoengine.extensions.parallel.weight_shards import Shard
 from nanoengine.outputs import EngineDeadError
-from tests import doubles
-from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, open_checkpoint, random_prompts
+from tests import doubles, helpers
+from tests.helpers import DEMO, TINY, ask, batch_of, checkpoint, make_sequence, random_prompts, tokens_of
 from tests.laws import check_laws
 from tests.serving import TIMEOUT, wait_until
 
@@ -198,7 +198,7 @@ def test_more_ranks_than_gpus_are_refused_and_the_error_has_both_numbers(monkeyp
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = EngineConfig(model=DEMO, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 needs 2 GPUs, found 1"):
-        parallel.start_ranks(pytest.fail, Opened(config, open_checkpoint(DEMO), 64), lambda: None)
+        parallel.start_ranks(pytest.fail, Opened(config, helpers.open_checkpoint(DEMO), 64), lambda: None)
 
 
 class FakeGroup:
@@ -256,7 +256,7 @@ def test_collectives_run_on_the_current_stream():
 def test_each_rank_reads_its_own_part_and_all_parts_are_the_whole(name, path_of, in_threads):
     path = path_of(name)
     with LLM(path, tensor_parallel_size=2, enforce_eager=True, **TINY_CACHE) as llm:
-        llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)  # so that all are at work
+        ask(llm, [[1]], max_tokens=1)  # so that all are at work
         runners = [llm.llm_engine.runner, *in_threads]
         models = [runner.model for runner in runners]
         assert [runner.model.kv_specs[0].num_kv_heads for runner in runners] == [1, 1]
@@ -329,11 +329,10 @@ def test_ranks_round_weights_at_load_on_the_gpu_path_as_on_a_cpu(path_of, in_thr
 
 def test_ranks_compute_in_bfloat16_with_packed_weights(path_of, in_threads):
     path = path_of("uneven, tied")
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
     logprobs = []
     for size in (1, 2):
         with LLM(path, tensor_parallel_size=size, dtype="bfloat16", **TINY_CACHE) as llm:
-            out = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0]
+            out = ask(llm, [[1, 2, 3]], max_tokens=1, logprobs=3)[0].outputs[0]
             logprobs.append(out.logprobs[0][out.token_ids[0]].logprob)
     assert logprobs[0] == pytest.approx(logprobs[1], abs=0.3)
 
@@ -349,19 +348,18 @@ def test_every_rank_has_as_many_blocks_as_the_rank_with_the_least_memory(path_of
     monkeypatch.setattr(CPU, "free_bytes", free_bytes)
     with LLM(path_of("qwen3"), tensor_parallel_size=2, block_size=8, load_format="dummy") as llm:
         assert llm.metrics()["num_blocks"] == 8
-        llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)  # so that all are at work
+        ask(llm, [[1]], max_tokens=1)  # so that all are at work
         assert [len(runner.caches[0].k) - 1 for runner in (llm.llm_engine.runner, *in_threads)] == [8, 8]
 
 
 def test_a_failure_outside_the_forward_pass_fails_only_its_step(path_of, in_threads, monkeypatch):
     with LLM(path_of("qwen3"), tensor_parallel_size=2, **TINY_CACHE) as llm:
-        params = SamplingParams(temperature=0, max_tokens=6)
-        expected = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids
+        expected = tokens_of(ask(llm, [[1, 2]], max_tokens=6))
         with monkeypatch.context() as broken:
             broken.setattr(llm.llm_engine.runner, "sample", lambda *arguments: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                llm.generate([[1, 2]], params, use_tqdm=False)
-        assert llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+                ask(llm, [[1, 2]])
+        assert tokens_of(ask(llm, [[1, 2]], max_tokens=6)) == expected
 
 
 def test_a_rank_that_does_not_respond_is_an_error_after_a_timeout(path_of, in_threads, monkeypatch):
@@ -377,7 +375,7 @@ def test_a_rank_that_does_not_respond_is_an_error_after_a_timeout(path_of, in_th
     with LLM(path_of("qwen3"), tensor_parallel_size=2, **TINY_CACHE) as llm:
         for _ in range(2):
             with pytest.raises(EngineDeadError, match=r"failed, .*: the ranks lost each other: .*imed out"):
-                llm.generate([[1, 2]], use_tqdm=False)
+                ask(llm, [[1, 2]])
     released.set()
 
 
@@ -400,8 +398,7 @@ def wait_until_gone(processes):
 
 
 def answer(llm, num_tokens=12):
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    return llm.generate(["What is 27 + 58?"], params, use_tqdm=False)[0].outputs[0].token_ids
+    return tokens_of(ask(llm, ["What is 27 + 58?"], max_tokens=num_tokens, ignore_eos=True))[0]
 
 
 @pytest.fixture(scope="module")
@@ -465,7 +462,7 @@ def answer_until_lost(llm, act):
         return launch(*args)
 
     llm.llm_engine.runner.launch = launch_and_act
-    llm.generate([[1, 2, 3]] * 4, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
+    ask(llm, [[1, 2, 3]] * 4, max_tokens=900, ignore_eos=True)
 
 
 def test_what_is_read_after_a_rank_was_lost_is_not_returned():

@@ -13,7 +13,7 @@ from nanoengine.backends.step_inputs import BIN_SLOT, NUM_RESERVED_SLOTS, ZERO_S
 from nanoengine.extensions.recurrent_states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.models.recurrent import _scan_of_mamba
 from tests import helpers
-from tests.helpers import VARIED_SETTINGS, batch_of, check_greedy, make_sequence, random_prompts, tokens_of
+from tests.helpers import VARIED_SETTINGS, ask, batch_of, check_greedy, make_sequence, random_prompts
 from tests.laws import check_laws
 from tests.model_table import small_config, small_model
 from tests.sampling.test_sampler import LiveBytes
@@ -59,8 +59,8 @@ def served(model_of):
     return make
 
 
-def answers(llm, prompts, params=GREEDY):
-    return tokens_of(llm.generate(prompts, params, use_tqdm=False))
+def answers(llm, prompts, max_tokens=NUM_NEW):
+    return helpers.tokens_of(ask(llm, prompts, max_tokens=max_tokens))
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -109,12 +109,11 @@ def test_contents_of_free_slots_change_nothing(kind, served):
 @pytest.mark.parametrize("kind", ["qwen3_5_text", MAMBA2, *RARELY, "mamba"])
 def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, served):
     path, prompts, _ = served(kind)
-    params, logprobs = SamplingParams(max_tokens=1, prompt_logprobs=0), []
+    logprobs = []
     for settings in ({}, {"max_num_batched_tokens": 16}, {"enforce_eager": True}):
         with LLM(path, num_kv_blocks=60, block_size=8, dtype=dtype, **settings) as llm:
-            outputs = llm.generate(prompts[2:], params, use_tqdm=False)
-        entries = zip(prompts[2], outputs[0].prompt_logprobs, strict=True)
-        logprobs.append(torch.tensor([entry[token].logprob for token, entry in entries if entry]))
+            output, *_ = ask(llm, prompts[2:], max_tokens=1, prompt_logprobs=0)
+        logprobs.append(torch.tensor(helpers.prompt_logprobs(output)))
     assert all((other - logprobs[0]).abs().mean() < 0.2 for other in logprobs[1:])
 
 
@@ -266,9 +265,9 @@ def test_a_model_with_states_only_has_no_kv_cache_and_takes_long_prompts(served,
         assert "no KV cache, 512 states of" in caplog.messages[-1]
         assert llm.llm_engine.runner.caches == []
         assert llm.llm_engine.max_model_len == 1 << 20
-        in_chunks = answers(llm, [prompt], SamplingParams(temperature=0, max_tokens=3))
+        in_chunks = answers(llm, [prompt], max_tokens=3)
     with LLM(path, max_num_batched_tokens=300, max_model_len=310) as llm:
-        assert answers(llm, [prompt], SamplingParams(temperature=0, max_tokens=3)) == in_chunks
+        assert answers(llm, [prompt], max_tokens=3) == in_chunks
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.kv_cache import KVSpec, group_layers, new_caches
 from nanoengine.engine import Scheduler
 from nanoengine.extensions.sliding_windows import WindowedBlockManager, describe_windows
-from tests.helpers import check_greedy, checkpoint, make_sequence, random_prompts, slow, tokens_of
+from tests.helpers import check_answers, checkpoint, make_sequence, random_prompts, slow
 from tests.laws import check_blocks, check_laws
 
 BLOCK_SIZE = 8
@@ -204,7 +204,7 @@ def test_tokens_beyond_the_window_equal_those_of_transformers(name, enforce_eage
         settings = {"num_kv_blocks": num_kv_blocks, "block_size": BLOCK_SIZE, **more}
         with LLM(str(path), **settings, max_num_batched_tokens=BUDGET, enforce_eager=enforce_eager) as llm:
             for _ in range(2):
-                check_greedy(reference, prompts, 40, tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False)))
+                check_answers(llm, reference, prompts, 40)
             for i, prompt in enumerate(prompts):
                 llm.llm_engine.add_request(f"again {i}", {"prompt_token_ids": prompt}, GREEDY)
             assert max_held(llm) <= SPAN

@@ -15,7 +15,7 @@ from nanoengine.metrics import Counter as MetricCounter
 from nanoengine.metrics import Vector
 from nanoengine.speculative_config import SpeculativeConfig
 from tests import helpers
-from tests.helpers import DEMO, chain_checkpoint, make_sequence, run_step
+from tests.helpers import DEMO, ask, chain_checkpoint, make_sequence, run_step
 from tests.laws import check_laws
 from tests.test_async_scheduling import seen
 
@@ -90,12 +90,10 @@ def test_draft_tokens_run_in_the_graphs_of_decodes(in_float32, tmp_path_factory)
     prompts = [*helpers.random_prompts([3, 255, 30]), [5, 6, 7, 8] * 6]
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 100}
     with LLM(path, attn_backend="flash", speculative_config=NGRAM, **settings) as llm:
-        params = SamplingParams(temperature=0, max_tokens=40)
         replays = in_float32["replay"]
-        answers = helpers.tokens_of(llm.generate(prompts, params, use_tqdm=False))
+        helpers.check_answers(llm, reference, prompts, 40)
         metrics = llm.metrics()
         assert llm.llm_engine.runner.forward.decodes.sizes[-1] == 4 * 5  # its token and drafts for each
-    helpers.check_greedy(reference, prompts, 40, answers)
     assert metrics["spec_decode_num_accepted_tokens"] > 20
     assert in_float32["replay"] - replays > metrics["num_steps"] / 2
 
@@ -198,10 +196,9 @@ def test_tokens_from_bursts_are_found_by_the_prefix_cache(tmp_path):
             cached = []
             for length in range(17, 25):
                 llm.reset_prefix_cache()
-                params = SamplingParams(temperature=0, max_tokens=length)
-                (output,) = llm.generate("abcdefghab", params, use_tqdm=False)
+                (output,) = ask(llm, "abcdefghab", max_tokens=length)
                 again = [*output.prompt_token_ids, *output.outputs[0].token_ids, 1]
-                (output,) = llm.generate([again], params, use_tqdm=False)
+                (output,) = ask(llm, [again], max_tokens=1)
                 cached.append(output.num_cached_tokens)
             hits.append(cached)
     assert hits[0] == hits[1] == [24, 24, 28, 28, 28, 28, 32, 32]
@@ -259,7 +256,7 @@ def test_metrics_count_drafts_under_vllm_s_names(tmp_path):
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
     with LLM(path, num_kv_blocks=9, speculative_config=config) as llm:
         # After the prompt one draft, then three, then the one that max_tokens leaves room for; all are right.
-        llm.generate("abcdab", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+        ask(llm, "abcdab", max_tokens=9)
         metrics, named = llm.metrics(), {metric.name: metric for metric in llm.get_metrics()}
     expected = {"num_drafts": 3, "num_draft_tokens": 5, "num_accepted_tokens": 5}
     for name, number in expected.items():

@@ -16,7 +16,7 @@ from nanoengine.extensions import trace
 from nanoengine.extensions.speculative_decoding import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
 from nanoengine.viewer import trace_page
-from tests.helpers import DEMO
+from tests.helpers import DEMO, ask
 from tests.laws import chain, tables_of
 from tests.test_scheduling_machine import IN_SECONDS, CoreMachine, ExtendedMachine
 
@@ -355,7 +355,7 @@ def test_an_unusable_target_is_refused(tmp_path):
 def test_the_memory_of_a_traced_engine_is_released_at_once(no_gc):
     """The tracer and what it wraps hold each other, but nothing of the device."""
     llm = LLM(DEMO, num_kv_blocks=8, trace=lambda event: None)
-    llm.generate("a", use_tqdm=False)
+    ask(llm, "a")
     cache = weakref.ref(llm.llm_engine.runner.caches[0].k)
     del llm
     assert cache() is None
@@ -412,7 +412,7 @@ def test_a_file_that_is_not_a_trace_is_refused_in_one_line(tmp_path, content, me
 def test_a_last_line_cut_off_by_a_crash_is_ignored(tmp_path):
     whole, cut, again = (tmp_path / f"{name}.jsonl" for name in ("run", "cut", "again"))
     with LLM(DEMO, num_kv_blocks=12, trace=whole) as llm:
-        llm.generate("a", SamplingParams(max_tokens=3), use_tqdm=False)
+        ask(llm, "a", max_tokens=3)
     cut.write_text(whole.read_text()[:-20])
     assert trace_page.load(cut) == trace_page.load(whole)[:-1]
     trace_page.save(trace_page.load(whole), again)

@@ -9,11 +9,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.backends.cpu.packed_layers import OneDNNLinear, PackedLinear
 from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.models.decoder import RMSNorm
-from tests.helpers import ARCHITECTURES, TINY, check_greedy, checkpoint, random_prompts, slow, tokens_of
+from tests import helpers
+from tests.helpers import ARCHITECTURES, TINY, ask, check_answers, checkpoint, random_prompts, slow
 
 LENGTHS = [1, 2, 15, 16, 17, 64, 300]
 NUM_NEW = 18
@@ -34,15 +35,12 @@ IN_PYTORCH = "qwen3", "qwen2 sliding from layer 1", "llama with biases", "llama 
 def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eager, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts(LENGTHS)
-    params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
     settings = {"num_kv_blocks": 100, "block_size": 16, "enable_prefix_caching": False}
     with LLM(str(path), enforce_eager=enforce_eager, **settings) as llm:
         assert llm.llm_engine.started.loaded.dtype == torch.float32
         assert (llm.llm_engine.runner.device.kernels is None) == enforce_eager
-        batched = tokens_of(llm.generate(prompts * 2, params, use_tqdm=False))
-        check_greedy(reference, prompts * 2, NUM_NEW, batched)
-        for index in (0, 3, 6):
-            assert tokens_of(llm.generate(prompts[index], params, use_tqdm=False)) == [batched[index]]
+        for asked in (prompts * 2, *([prompts[index]] for index in (0, 3, 6))):
+            check_answers(llm, reference, asked, NUM_NEW)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, *slow(True)])
@@ -53,13 +51,11 @@ def test_logprobs_are_as_accurate_as_transformers_in_any_dtype(name, dtype, enfo
     path, reference = checkpoint(name, tmp_path_factory)
     prompt = random_prompts([90])[0]
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-    with torch.no_grad():
-        exact = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        theirs_error = theirs(torch.tensor([prompt])).logits[0].float().log_softmax(-1) - exact
-    params = SamplingParams(max_tokens=1, prompt_logprobs=100)
+    exact = helpers.logprobs_of(reference, prompt)
+    theirs_error = helpers.logprobs_of(theirs, prompt) - exact
     settings = {"num_kv_blocks": 20, "enforce_eager": enforce_eager, "max_logprobs": -1}
     with LLM(str(path), dtype=dtype, **settings) as llm:
-        entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
+        entries = ask(llm, prompt, max_tokens=1, prompt_logprobs=100)[0].prompt_logprobs
     found = [(i, t, x.logprob) for i, one in enumerate(entries[1:]) for t, x in one.items()]
     error = torch.tensor([logprob - exact[i, t] for i, t, logprob in found])
     assert len(error) >= 89 * 100
@@ -69,14 +65,13 @@ def test_logprobs_are_as_accurate_as_transformers_in_any_dtype(name, dtype, enfo
 @pytest.mark.parametrize("name", ["llama with biases", "qwen3 tied, one kv head"])
 def test_packing_the_weights_for_the_cpu_changes_no_result(name, tmp_path_factory, monkeypatch):
     path, _ = checkpoint(name, tmp_path_factory)
-    prompts, params = random_prompts([1, 20, 70]), SamplingParams(temperature=0, max_tokens=1, logprobs=0)
 
     def results():
         with LLM(str(path), dtype="bfloat16", num_kv_blocks=20) as llm:
             layouts.append(type(llm.llm_engine.runner.model.lm_head))
             linear = [m for m in llm.llm_engine.runner.model.modules() if "Linear" in type(m).__name__]
             assert {type(module) for module in linear} == {layouts[-1]}
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = ask(llm, random_prompts([1, 20, 70]), max_tokens=1, logprobs=0)
             return [next(iter(out.outputs[0].logprobs[0].values())).logprob for out in outputs]
 
     layouts: list[type] = []

@@ -18,7 +18,7 @@ from nanoengine.models import hf
 from nanoengine.models.hf import HFModel, _Waits
 from nanoengine.models.hf_attention import _slopes_of
 from tests import helpers
-from tests.helpers import GEMMA, TINY, check_greedy, checkpoint, random_prompts, refuse, slow, tokens_of
+from tests.helpers import GEMMA, TINY, ask, check_answers, checkpoint, random_prompts, refuse, slow
 
 LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16
@@ -49,20 +49,15 @@ def test_experts_may_have_any_size(intermediate_size, tmp_path):
 def check_prompt_logprobs(path, prompt, expected):
     """Compare a prompt's log-probabilities, computed in chunks, with those in `expected`, (T, V)."""
     with LLM(str(path), num_kv_blocks=20, max_num_batched_tokens=16) as llm:
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
-    ours = [entry[token].logprob for entry, token in zip(entries[1:], prompt[1:], strict=True)]
-    theirs = [expected[i, token].item() for i, token in enumerate(prompt[1:])]
-    assert ours == pytest.approx(theirs, abs=1e-4)
+        ours = helpers.prompt_logprobs(ask(llm, prompt, max_tokens=1, prompt_logprobs=0)[0])
+    assert ours == pytest.approx(expected[range(len(prompt) - 1), prompt[1:]].tolist(), abs=1e-4)
 
 
 def test_prompt_logprobs_go_through_the_whole_head(tmp_path_factory):
     """Scaling and soft-capping of logits are part of it."""
     path, reference = checkpoint("granite", tmp_path_factory)
     prompt = random_prompts([40])[0]
-    with torch.no_grad():
-        expected = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    check_prompt_logprobs(path, prompt, expected)
+    check_prompt_logprobs(path, prompt, helpers.logprobs_of(reference, prompt))
 
 
 def test_the_cache_has_the_shape_of_the_model_calls(tmp_path_factory):
@@ -200,15 +195,13 @@ def test_the_language_part_of_multimodal_models_is_served(family, text, vision, 
     config = getattr(transformers, f"{family}Config")(**parts, tie_word_embeddings=tied)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path)
-    prompts = random_prompts(LENGTHS)
-    params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
     settings = {"num_kv_blocks": 40, "block_size": 8, "max_num_batched_tokens": 30}
     for impl in ["auto"] if code == "transformers'" else ["auto", "transformers"]:
         with LLM(str(tmp_path), model_impl=impl, **settings) as llm:
             assert llm.llm_engine.runner.model.code == (code if impl == "auto" else "transformers'")
             assert "(only its language model: no images) on " in llm.llm_engine.describe()
             assert "UNEXPECTED" not in capsys.readouterr().err  # transformers' report of what is left out
-            check_greedy(model, prompts, NUM_NEW, tokens_of(llm.generate(prompts, params, use_tqdm=False)))
+            check_answers(llm, model, random_prompts(LENGTHS), NUM_NEW)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +218,8 @@ def test_a_language_part_is_found_by_the_names_of_published_checkpoints(family, 
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(part).eval()
     helpers.composite_of(model, config, names, tmp_path)
-    prompts = random_prompts(LENGTHS)
     with LLM(str(tmp_path), num_kv_blocks=40, block_size=8) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_NEW), use_tqdm=False)
-    check_greedy(model, prompts, NUM_NEW, tokens_of(outputs))
+        check_answers(llm, model, random_prompts(LENGTHS), NUM_NEW)
 
 
 @pytest.mark.parametrize("impl", ["auto", "transformers"])
@@ -310,19 +301,17 @@ def test_a_window_of_all_positions_may_be_left_out(tmp_path):
     model = helpers.hf_model("phimoe")
     model.config.sliding_window = 64
     model.save_pretrained(tmp_path)
-    prompt = random_prompts([50])[0]
     refuse(tmp_path, "a sliding layer attends with window None", UnsupportedModelError)
     with LLM(str(tmp_path), num_kv_blocks=8, max_model_len=64) as llm:
-        outputs = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)
-    check_greedy(model, [prompt], 14, tokens_of(outputs))
+        check_answers(llm, model, random_prompts([50]), 14)
 
 
 def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory, monkeypatch):
     path, model = checkpoint("olmo", tmp_path_factory)
     prompt, twice = random_prompts([40])[0], copy.deepcopy(model)
     twice.model.layers[1] = twice.model.layers[0]
-    with torch.no_grad():
-        expected = twice(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+    twice.config.use_cache = False
+    expected = helpers.logprobs_of(twice, prompt)
 
     def load(*arguments):
         loaded = load_transformers(*arguments)

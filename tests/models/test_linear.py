@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.cpu.packed_layers import PackedLinear, pack_weights
 from nanoengine.models.linear_layers import use_linear_layers
-from tests.helpers import checkpoint, hf_model, random_prompts
+from tests.helpers import ask, checkpoint, hf_model, random_prompts
 
 MIXTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss", "olmoe", "granite-moe", "deepseek-v3", "phimoe"]
 
@@ -41,10 +41,9 @@ def test_logprobs_do_not_depend_on_the_rest_of_the_batch(name, tmp_path_factory)
     """To the last bit: experts, routers and layers of a model's own class once rounded as the batch was."""
     path, _ = checkpoint(name, tmp_path_factory)
     prompts = random_prompts([5, 9, 17, 30, 2, 40])
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0)
 
     def logprobs(llm, prompts):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = ask(llm, prompts, max_tokens=8, logprobs=0, prompt_logprobs=0)
         entries = [(*out.prompt_logprobs[1:], *out.outputs[0].logprobs) for out in outputs]
         return [[{token: x.logprob for token, x in entry.items()} for entry in each] for each in entries]
 

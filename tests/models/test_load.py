@@ -27,9 +27,10 @@ from tests.helpers import (
     HF_ARCHITECTURES,
     TINY,
     YARN,
+    ask,
     byte_tokenizer,
     change_tensors,
-    check_greedy,
+    check_answers,
     checkpoint,
     edit_config,
     greedy,
@@ -38,7 +39,6 @@ from tests.helpers import (
     random_prompts,
     refuse,
     slow,
-    tokens_of,
 )
 
 NAME = "qwen3"
@@ -55,12 +55,9 @@ def copy(tmp_path, tmp_path_factory):
 
 def check_served(path, model, **settings):
     """Check that greedy tokens equal those of the transformers model. Return the loaded model."""
-    prompts = random_prompts([5, 40])
     with LLM(str(path), num_kv_blocks=20, block_size=8, dtype="float32", **settings) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-        loaded = llm.llm_engine.runner.model
-    check_greedy(model, prompts, 10, tokens_of(outputs))
-    return loaded
+        check_answers(llm, model, random_prompts([5, 40]), 10)
+        return llm.llm_engine.runner.model
 
 
 def rope_of(kind="yarn", **changes):
@@ -539,12 +536,12 @@ def test_dummy_weights_need_only_a_config(copy):
             file.unlink()
     with LLM(str(copy), load_format="dummy", num_kv_blocks=8, dtype="bfloat16") as llm:
         assert llm.get_tokenizer() is None
-        output = llm.generate([1, 2, 3], SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0]
+        output = ask(llm, [1, 2, 3], max_tokens=4)[0].outputs[0]
         assert (len(output.token_ids), output.text) == (4, "")
         with pytest.raises(ValueError, match="no tokenizer"):
-            llm.generate("text", use_tqdm=False)
+            ask(llm, "text")
         with pytest.raises(ValueError, match="stop needs a tokenizer"):
-            llm.generate([1], SamplingParams(stop="x"), use_tqdm=False)
+            ask(llm, [1], stop="x")
 
 
 def test_dtype_auto_is_the_checkpoints_own(copy):
