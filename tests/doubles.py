@@ -14,6 +14,7 @@ import sys
 import types
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.backends.triton_attention import TritonAttention
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling.drawing import draw_chunks
+from tests.attention import dense
 
 calls: Counter[str] = Counter()  # which path was taken how often
 
@@ -37,29 +39,14 @@ def max_keys(head_dim: int) -> int:
 
 
 def attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes=None):
-    """Attend with the last query at the last key (bottom-right aligned). A row without keys is 0."""
-    shift = len(k) - len(q)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale
-    if softcap > 0:
-        scores = (scores / softcap).tanh() * softcap
-    at = torch.arange(len(q))[:, None] + shift
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.double()[:, None, None] * (at - torch.arange(len(k))).abs()
+    """Attend with the last query at the last key (bottom-right aligned)."""
     left, right = window_size
-    if causal:
-        right = 0
-    key = torch.arange(len(k))
-    seen = torch.ones(len(q), len(k), dtype=torch.bool)
-    if left >= 0:
-        seen &= key >= at - left
-    if right >= 0:
-        seen &= key <= at + right
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    assert causal or right == 0 or (len(q) == 1 and right == -1), "a query would see later keys"
     # A value is read even where it is masked, but for tiles of keys; the largest have 256, as a page has.
-    first = int(seen.any(0).int().argmax()) // 256 * 256
-    v = torch.where(key[:, None, None] >= first, v.double(), 0.0)
-    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+    first = max(0, len(k) - len(q) - left) // 256 * 256 if left >= 0 else 0
+    v = torch.cat((torch.zeros_like(v[:first]), v[first:]))
+    window = left + 1 if left >= 0 else None
+    return dense(q, k, v, scale, window, softcap or None, alibi_slopes=alibi_slopes).to(q.dtype)
 
 
 def check_devices(*tensors: Tensor) -> None:
@@ -333,14 +320,6 @@ def install_linear(monkeypatch):
     monkeypatch.setattr(f"{name}.try_out", lambda *_: None)
 
 
-class Event:
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-
 def host_memory(shape, dtype):
     """Return ordinary memory, because pinned memory needs a GPU."""
     memory = torch.empty(*shape, dtype=dtype)
@@ -357,7 +336,7 @@ def install(monkeypatch) -> Counter[str]:
     monkeypatch.setattr("nanoengine.backends.prompt_graphs.token_counts", few)
     monkeypatch.setattr("nanoengine.backends.triton_layers.TritonKernels", TritonKernels)
     monkeypatch.setattr("nanoengine.backends.triton_layers.draw_chunks", draw_chunks)
-    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.Event", lambda: Mock(spec=["record", "synchronize"]))
     monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
     monkeypatch.setattr("nanoengine.backends.cpu.cpu_device.CPU", FakeGPU)
     memory = {  # of a card of 1 GiB, of which something else holds 64 MiB, and this process 30 MiB
