@@ -251,9 +251,9 @@ def ask(llm: LLM, prompts: Any, **fields: Any) -> list[Any]:
     return llm.generate(prompts, SamplingParams(**{"temperature": 0, **fields}), use_tqdm=False)
 
 
-def check_answers(llm: LLM, model: Any, prompts: Any, num_tokens: int, **fields: Any) -> list[Any]:
+def check_answers(llm: LLM, model: Any, prompts: list[list[int]], num_tokens: int) -> list[Any]:
     """Assert that an engine answers like transformers, greedily. Return its outputs."""
-    outputs = ask(llm, prompts, max_tokens=num_tokens, **fields)
+    outputs = ask(llm, prompts, max_tokens=num_tokens)
     check_greedy(model, prompts, num_tokens, tokens_of(outputs))
     return outputs
 
@@ -438,6 +438,16 @@ def run_step(scheduler: Scheduler, token: int = 1):
     scheduler.update(batch, [token] * len(batch.sampled_seqs))
     check_laws(scheduler)
     return batch
+
+
+def run_alone(scheduler: Scheduler, seq: Sequence) -> Iterator[ScheduledBatch]:
+    """Run a sequence alone. Yields each step's batch, before its tokens, which are all 7."""
+    scheduler.add(seq)
+    while not seq.is_finished:
+        batch = scheduler.schedule()
+        yield batch
+        scheduler.update(batch, [7] * len(batch.sampled_seqs))
+        check_laws(scheduler)
 
 
 def batch_of(*chunks: tuple[Sequence, int, int]) -> ScheduledBatch:

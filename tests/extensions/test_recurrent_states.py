@@ -170,12 +170,7 @@ def spans_of(manager, seq, budget=64):
     """Run a sequence alone. Returns each step's spans."""
     spans = {}
     scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=budget)
-    scheduler.add(seq)
-    while not seq.is_finished:
-        batch = scheduler.schedule()
-        yield [tuple(span) for span in spans[seq]]
-        scheduler.update(batch, [7] * len(batch.sampled_seqs))
-        check_laws(scheduler)
+    return ([tuple(span) for span in spans[seq]] for _ in helpers.run_alone(scheduler, seq))
 
 
 sequence = partial(make_sequence, max_tokens=1)

@@ -10,7 +10,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.kv_cache import KVSpec, group_layers, new_caches
 from nanoengine.engine import Scheduler
 from nanoengine.extensions.sliding_windows import WindowedBlockManager, describe_windows
-from tests.helpers import check_answers, checkpoint, make_sequence, random_prompts, slow
+from tests.helpers import check_answers, checkpoint, make_sequence, random_prompts, run_alone, slow
 from tests.laws import check_blocks, check_laws
 
 BLOCK_SIZE = 8
@@ -31,13 +31,7 @@ def manager_of(num_blocks=20, windows=(3,), block_size=2, budget=4, **settings):
 
 def run(manager, seq, budget=4):
     """Admit a sequence alone; a step each time the generator is advanced."""
-    scheduler = Scheduler(manager, max_num_batched_tokens=budget)
-    scheduler.add(seq)
-    while not seq.is_finished:
-        batch = scheduler.schedule()
-        yield scheduler
-        scheduler.update(batch, [7] * len(batch.sampled_seqs))
-        check_laws(scheduler)
+    return run_alone(Scheduler(manager, max_num_batched_tokens=budget), seq)
 
 
 sequence = partial(make_sequence, max_tokens=1)
@@ -119,7 +113,9 @@ def test_a_prompt_longer_than_the_pool_is_admitted_if_all_windows_fit(window, bu
     assert manager_of(number - 1, **settings).max_computable_tokens == (number - 1) * size
     manager, seq = manager_of(number, **settings), sequence(0, range(101), max_tokens=50)
     assert manager.max_computable_tokens > 10**6
-    assert not any(scheduler.num_preemptions for scheduler in run(manager, seq, budget))
+    scheduler = Scheduler(manager, max_num_batched_tokens=budget)
+    list(run_alone(scheduler, seq))
+    assert scheduler.num_preemptions == 0
     assert len(seq.token_ids) == 151
 
 
