@@ -97,6 +97,11 @@ def answers(llm, params, prompts="Hello"):
     return [(one.text, one.token_ids, one.finish_reason) for out in outputs for one in out.outputs]
 
 
+def asked_for(asked, number=1, **fields):
+    """Return the parameters of so many requests for a structure, with a seed each."""
+    return [SamplingParams(seed=i, structured_outputs=asked, **fields) for i in range(number)]
+
+
 def check(kind, found):
     conforms, num_finished = KINDS[kind][1], 0
     for text, _, reason in found:
@@ -238,8 +243,7 @@ def test_tokens_that_a_grammar_forces_become_draft_tokens():
     text = "the only answer there is, word for word"
     drafting = {"method": "ngram", "num_speculative_tokens": 8}
     with LLM(DEMO, num_kv_blocks=40, speculative_config=drafting) as llm:
-        params = SamplingParams(max_tokens=60, structured_outputs={"choice": [text]})
-        ((found, token_ids, _),) = answers(llm, [params])
+        ((found, token_ids, _),) = answers(llm, asked_for({"choice": [text]}, max_tokens=60))
         assert found == text
         assert llm.metrics()["num_steps"] < len(token_ids) / 2
 
@@ -264,8 +268,7 @@ def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
 def test_stop_tokens_occur_only_where_the_answer_may_end(llm):
     (one,) = llm.get_tokenizer().encode("1", add_special_tokens=False)
     fields = {"temperature": 2.0, "max_tokens": 40, "ignore_eos": True, "stop_token_ids": [one]}
-    fields["structured_outputs"] = {"regex": "[01]{3,20}"}
-    found = answers(llm, [SamplingParams(**fields, seed=seed) for seed in range(20)])
+    found = answers(llm, asked_for({"regex": "[01]{3,20}"}, 20, **fields))
     ended = [text for text, _, reason in found if reason == "stop"]
     assert len(ended) > 10
     assert all(re.fullmatch("0{3,20}", text) for text in ended), "a 1 ends the answer, and is no part of it"
@@ -275,15 +278,16 @@ def test_stop_tokens_occur_only_where_the_answer_may_end(llm):
 def test_a_complete_answer_ends_even_if_the_request_bans_its_end(llm):
     eos = llm.llm_engine.checkpoint.eos_token_ids[0]
     for others in {"min_tokens": 30}, {"logit_bias": {eos: -100.0}}, {"allowed_token_ids": list(range(eos))}:
-        params = SamplingParams(max_tokens=40, structured_outputs={"choice": ["ab"]}, **others)
-        assert answers(llm, [params])[0][::2] == ("ab", "stop")
+        params = asked_for({"choice": ["ab"]}, max_tokens=40, **others)
+        assert answers(llm, params)[0][::2] == ("ab", "stop")
 
 
 def test_a_ban_on_the_end_holds_where_the_answer_may_go_on(llm):
     bias = dict.fromkeys(llm.llm_engine.checkpoint.eos_token_ids, -1e6)
-    common = {"temperature": 100.0, "max_tokens": 30, "structured_outputs": {"regex": "a+"}}
-    banned = [SamplingParams(**common, seed=seed, logit_bias=bias) for seed in range(6)]
-    least = [SamplingParams(**common, seed=seed, min_tokens=20) for seed in range(6)]
+    banned, least = (
+        asked_for({"regex": "a+"}, 6, temperature=100.0, max_tokens=30, **ban)
+        for ban in ({"logit_bias": bias}, {"min_tokens": 20})
+    )
     assert [len(token_ids) for _, token_ids, _ in answers(llm, banned)] == [30] * 6
     assert all(len(token_ids) > 20 for _, token_ids, _ in answers(llm, least))
 
@@ -435,7 +439,7 @@ REFUSED = [
 def test_unenforceable_constraints_are_refused_within_a_second(message, asked, llm, second):
     start = time.process_time()
     with pytest.raises(ValueError, match=message):
-        answers(llm, [SamplingParams(structured_outputs=asked)])
+        answers(llm, asked_for(asked))
     assert time.process_time() - start < 5 * second  # one, with a margin for a busy machine
     assert not llm.has_unfinished_requests()
 
@@ -446,7 +450,7 @@ RUNAWAY: dict = {"json": {"type": "integer", "multipleOf": 99999989}}  # an auto
 def test_a_grammar_that_compiles_without_end_is_refused(llm, monkeypatch):
     monkeypatch.setattr(grammars, "MAX_BYTES", 16 << 20)
     with pytest.raises(ValueError, match="more than 3 s of processor time or 16 MiB of memory"):
-        answers(llm, [SamplingParams(structured_outputs=RUNAWAY)])
+        answers(llm, asked_for(RUNAWAY))
     assert check("json", answers(llm, [asking("json")] * 2)) == 2
 
 
@@ -501,7 +505,7 @@ def definitions(num, targets_of):
 )
 def test_recursion_with_a_base_case_and_what_backtracks_elsewhere_are_fast(asked, llm, second):
     start = time.process_time()
-    ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=20, structured_outputs=asked)])
+    ((_, _, reason),) = answers(llm, asked_for(asked, max_tokens=20))
     assert reason in ("length", "stop")
     assert time.process_time() - start < 10 * second
 
@@ -518,9 +522,8 @@ def test_a_class_without_a_quote_or_a_backslash_holds_for_the_decoded_string(pat
         {"type": "object", "patternProperties": {pattern: {}}, "minProperties": 1}
         | {"additionalProperties": False, "maxProperties": 1},
     ):
-        fields = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
-        fields |= {"temperature": 100.0, "max_tokens": 30}
-        found = answers(llm, [SamplingParams(**fields, seed=seed) for seed in range(40)])
+        asked = {"json": schema, "disable_any_whitespace": True}
+        found = answers(llm, asked_for(asked, 40, temperature=100.0, max_tokens=30))
         finished = [text for text, _, reason in found if reason == "stop"]
         assert len(finished) > 5
         assert [text for text in finished if not is_json_of(schema)(text)] == []
@@ -553,8 +556,8 @@ def test_a_grammar_that_becomes_too_costly_ends_only_its_request(llm, monkeypatc
     limits = grammars.compiler.llguidance.LLParserLimits(step_max_items=20)
     monkeypatch.setattr(grammars.compiler, "limits", limits)  # not those of the process that tries it out
     costly = {"grammar": 'start: "x" a\na: "x" | "y" a | a a a'}
-    costly_params = SamplingParams(max_tokens=60, structured_outputs=costly)
-    found = answers(llm, [SamplingParams(temperature=0, max_tokens=30), costly_params])
+    free = SamplingParams(temperature=0, max_tokens=30)
+    found = answers(llm, [free, *asked_for(costly, max_tokens=60)])
     assert [reason for *_, reason in found] == ["length", "error"]
     assert check("json", answers(llm, [asking("json")] * 2)) == 2
 
@@ -562,8 +565,7 @@ def test_a_grammar_that_becomes_too_costly_ends_only_its_request(llm, monkeypatc
 def test_large_schemas_are_supported(llm):
     members = {f"p{i}": {"type": "boolean"} for i in range(900)}
     schema = {"properties": members, "additionalProperties": False, "type": "object"}
-    params = SamplingParams(temperature=2.0, seed=1, max_tokens=200, structured_outputs={"json": schema})
-    ((text, _, reason),) = answers(llm, [params])
+    ((text, _, reason),) = answers(llm, asked_for({"json": schema}, temperature=2.0, max_tokens=200))
     assert reason == "length" or json.loads(text).keys() <= members.keys()
 
 
@@ -581,19 +583,17 @@ def test_ten_thousand_labels_are_supported(kind, llm):
         constraint = make()
         is_whole = constraint.catch_up(encode(written(text), add_special_tokens=False))
         assert (is_whole and constraint.matcher.is_accepting()) == (text in labels), text
-    params = [SamplingParams(seed=i, max_tokens=40, structured_outputs=asked) for i in range(4)]
+    params = asked_for(asked, 4, max_tokens=40)
     assert {text for text, _, reason in answers(llm, params) if reason == "stop"} <= {*map(written, labels)}
 
 
 def test_grammars_that_cannot_be_rolled_back_get_no_drafts():
     """The grammar has a limit (max_tokens) that llguidance enforces itself. With drafts it would fail."""
-    speculative = {"method": "ngram", "num_speculative_tokens": 4}
     asked = {"grammar": 'start: a "!"\na[max_tokens=3]: /.*/'}
-    params = [SamplingParams(seed=i, max_tokens=40, structured_outputs=asked) for i in range(4)]
     found = []
-    for more in ({}, {"speculative_config": speculative}):
-        with LLM(DEMO, num_kv_blocks=100, **more) as llm:
-            found.append(answers(llm, params))
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 4}):
+        with LLM(DEMO, num_kv_blocks=100, speculative_config=config) as llm:
+            found.append(answers(llm, asked_for(asked, 4, max_tokens=40)))
     assert found[0] == found[1]
     assert {reason for *_, reason in found[0]} == {"stop"}
 
@@ -636,14 +636,23 @@ def compiler_of(model):
     return tokenizer, Grammars(tokenizer, len(tokenizer) + 9).compiler
 
 
+def matcher_of(compiler, **asked):
+    return compiler.matcher(compiler.compile(StructuredOutputsParams(**asked)).grammar)
+
+
+def mask_of(matcher):
+    """Return for each token whether it may come next."""
+    mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    assert not matcher.is_error(), matcher.get_error()
+    return mask
+
+
 def accepts(model, asked, token_ids):
     """Return whether each of these tokens is allowed in turn, and then the end."""
     compiler = compiler_of(model)[1]
-    matcher = compiler.matcher(compiler.compile(StructuredOutputsParams(**asked)).grammar)
+    matcher = matcher_of(compiler, **asked)
     for token_id in [*token_ids, compiler.end_id]:
-        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        assert not matcher.is_error(), matcher.get_error()
-        if not allowed[token_id]:
+        if not mask_of(matcher)[token_id]:
             return False
         if token_id != compiler.end_id:
             assert matcher.consume_token(token_id), matcher.get_error()
@@ -679,9 +688,7 @@ def test_text_that_names_an_added_token_can_be_written(model, name, is_special):
 @pytest.mark.parametrize("model", ADDED_TOKENS)
 def test_free_text_has_every_token_but_special_ones(model):
     tokenizer, compiler = compiler_of(model)
-    matcher = compiler.matcher(compiler.compile(StructuredOutputsParams(regex="(?s).*")).grammar)
-    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    added = tokenizer.added_tokens_decoder
+    allowed, added = mask_of(matcher_of(compiler, regex="(?s).*")), tokenizer.added_tokens_decoder
     assert {i for i in added if allowed[i]} == {i for i, token in added.items() if not token.special}
     assert allowed[: 1 << 7].all()
 
@@ -691,10 +698,8 @@ def test_a_token_without_bytes_is_not_text():
     settings = json.loads(byte_tokenizer().backend_tokenizer.to_str())
     settings["model"]["vocab"]["\u4e2d"] = 257
     tokenizer = SimpleNamespace(backend_tokenizer=tokenizers.Tokenizer.from_str(json.dumps(settings)))
-    compiler = Grammars(tokenizer, 258).compiler
-    matcher = compiler.matcher(compiler.compile(StructuredOutputsParams(regex="(?s).*")).grammar)
-    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    assert not allowed[256:258].any()
+    matcher = matcher_of(Grammars(tokenizer, 258).compiler, regex="(?s).*")
+    assert not mask_of(matcher)[256:258].any()
 
 
 @pytest.mark.parametrize(("model", "name", "is_special"), ADDED)
@@ -757,6 +762,6 @@ def test_logits_may_outnumber_the_tokenizer_s_tokens(num_padding, tmp_path):
     size = 257 + num_padding
     path = table_checkpoint(tmp_path, torch.randn(size, size))
     with LLM(path, num_kv_blocks=20) as llm:
-        params = SamplingParams(temperature=2.0, max_tokens=30, structured_outputs={"regex": "[ab]{3}|é+"})
-        for text, _, reason in answers(llm, [params] * 9, "ab"):
+        params = asked_for({"regex": "[ab]{3}|é+"}, 9, temperature=2.0, max_tokens=30)
+        for text, _, reason in answers(llm, params, "ab"):
             assert reason == "length" or re.fullmatch("[ab]{3}|é+", text)
