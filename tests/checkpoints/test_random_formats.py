@@ -10,6 +10,7 @@ import random
 import tempfile
 import warnings
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -161,25 +162,15 @@ class Case:
         if self.rng.random() < 0.2:
             stated = formats.compressed("pack-quantized", bits, {"strategy": "tensor"})
             return stated, lambda shape: formats.packed_whole(shape, bits, symmetric)
-        stated, choose = self._groups("pack-quantized", bits)
-
-        def write(shape):
-            size = choose(shape[1])
-            return None if size is None else formats.packed(shape, bits, size, symmetric)
-
-        return stated, write
+        make = partial(formats.packed, bits=bits, symmetric=symmetric)
+        return self._groups("pack-quantized", bits, make)
 
     def _int8(self):
-        stated, choose = self._groups(self.rng.choice(["int-quantized", "naive-quantized"]), 8)
+        form = self.rng.choice(["int-quantized", "naive-quantized"])
+        return self._groups(form, 8, formats.int_quantized)
 
-        def write(shape):
-            size = choose(shape[1])
-            return None if size is None else formats.int_quantized(shape, size)
-
-        return stated, write
-
-    def _groups(self, form, bits):
-        """Return one or two group sizes in a config, and a function that chooses one for a layer."""
+    def _groups(self, form, bits, make):
+        """Return a format with one or two group sizes, one of which is chosen for each layer."""
         sizes = [self._group() for _ in range(self.rng.choice([1, 1, 2]))]
         all_of_them = []
         for size in sizes:
@@ -188,13 +179,14 @@ class Case:
             all_of_them += stated["config_groups"].values()
         stated["config_groups"] = {f"group_{i}": group for i, group in enumerate(all_of_them)}
 
-        def choose(num_inputs):
-            chosen = self.rng.sample(sizes, len(sizes))
+        def write(shape):
+            num_inputs, chosen = shape[1], self.rng.sample(sizes, len(sizes))
             size, *others = (min(size or num_inputs, num_inputs) for size in chosen)
             counts = [-(-num_inputs // other) for other in others if other != size]
-            return None if -(-num_inputs // size) in counts else size  # its scales would not tell
+            is_unclear = -(-num_inputs // size) in counts  # to which group its scales belong
+            return None if is_unclear else make(shape, group=size)
 
-        return stated, choose
+        return stated, write
 
     def _float8(self):
         strategies = [({"strategy": "tensor"}, None), ({"strategy": "channel"}, (1, None))]

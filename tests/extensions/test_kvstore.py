@@ -14,6 +14,7 @@ import time
 from array import array
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -177,15 +178,6 @@ def test_the_files_of_a_killed_writer_are_removed_after_an_hour(tmp_path):
     assert not old.exists()
     assert new.exists()
     assert (tmp_path / "notes.txt").exists()
-
-
-def failing_with(code):
-    """Return a function of a file system that fails."""
-
-    def fail(*arguments, **more):
-        raise OSError(code, os.strerror(code))
-
-    return fail
 
 
 WRITER = """
@@ -373,7 +365,7 @@ def test_a_full_disk_stops_saving_but_no_request_fails(qwen3, tmp_path, monkeypa
     plain, _, _ = serve(qwen3, None, prompts)
     monkeypatch.setattr(kvstore, "RETRY_SECONDS", math.inf)
     with monkeypatch.context() as patch, LLM(str(qwen3), kv_store=tmp_path, **SETTINGS) as llm:
-        patch.setattr(os, "replace", failing_with(errno.ENOSPC))
+        patch.setattr(os, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         for i in (0, 1):
             connector_of(llm)._writing._resume_at = 0.0
             output = llm.generate([prompts[i]], GREEDY, use_tqdm=False)[0]
@@ -404,7 +396,7 @@ def test_a_read_only_directory_is_still_read(qwen3, tmp_path, monkeypatch):
     prompts = random_prompts([40, 40])
     plain, _, _ = serve(qwen3, tmp_path, prompts[:1])
     for name in ("utime", "replace"):
-        monkeypatch.setattr(os, name, failing_with(errno.EROFS))
+        monkeypatch.setattr(os, name, Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     answers, cached, _ = serve(qwen3, tmp_path, prompts)
     assert (answers[:1], cached) == (plain, [39, 0])
 
@@ -415,16 +407,13 @@ def test_no_request_fails_if_the_store_cannot_be_read(name, method, tmp_path_fac
     path, _ = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100, 60])
     plain, _, _ = serve(path, store, prompts)
-    get = store.get
-
-    def fail(keys):
-        raise ConnectionError("gone")
+    get, gone = store.get, Mock(side_effect=ConnectionError("gone"))
 
     def fail_at_the_third(keys):
         yield from itertools.islice(get(keys), 3)
-        fail(keys)
+        gone()
 
-    setattr(store, method, fail if method == "touch" else fail_at_the_third)
+    setattr(store, method, gone if method == "touch" else fail_at_the_third)
     answers, cached, _ = serve(path, store, prompts)
     assert (answers, cached) == (plain, [0, 0])
     assert all("gone" in record.message for record in caplog.records)
