@@ -60,61 +60,59 @@ def metadata_of(
     )
 
 
-def check_attention(
+def attend(
     backend, lens, block_size, heads=4, kv_heads=2, head_dim=16, v_head_dim=None, dtype=torch.float32,
-    stale=None, device="cpu", int8=False, **settings,
+    stale=1.0, device="cpu", int8=False, seeds=None, num_padding=0, max_seq_len=0, **settings,
 ):  # fmt: skip
-    """Blocks are scattered at random; `stale` fills the slots that hold no token of these sequences.
+    """Return the outputs of sequences, each random with its own seed, and those of dense attention.
 
+    Blocks are scattered at random; `stale` fills the slots that hold no token of these sequences.
     Blocks of which a window sees nothing have fallen out of the tables, and the null block holds NaN.
+    As in a CUDA graph, num_padding tokens in the null block follow, and max_seq_len may be longer.
     With an int8 cache, attention is that over what the rounded K and V stand for, of new tokens too.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def rand(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
     num_blocks = [-(-total // block_size) for _, total in lens]
-    ids = (torch.randperm(sum(num_blocks), generator=generator) + 1).split(num_blocks)
-    tables = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).int()
+    ids = (torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(0)) + 1).split(num_blocks)
     dims = head_dim, v_head_dim or head_dim
-    caches = [rand(sum(num_blocks) + 1, block_size, kv_heads, dim) for dim in dims]
-    slots, past = [], []
-    for table, (_, total) in zip(tables.long(), lens, strict=True):
-        positions = torch.arange(total)
-        slots.append(table[positions // block_size] * block_size + positions % block_size)
-        past.append([cache.flatten(0, 1)[slots[-1]] for cache in caches])
-    if stale is not None:
-        for x, cache in enumerate(caches):
-            cache.fill_(stale)
-            for held, values in zip(slots, past, strict=True):
-                cache.flatten(0, 1)[held] = values[x]
-    if settings.get("window"):
-        for table, (new, total) in zip(tables, lens, strict=True):
-            table[: max(0, total - new + 1 - settings["window"]) // block_size] = 0
+    caches = [torch.full((sum(num_blocks) + 1, block_size, kv_heads, dim), stale).to(dtype) for dim in dims]
+    sequences, inputs, tables, slots = [], [], [], []
+    for seed, table, (num_new, total) in zip(seeds or range(len(lens)), ids, lens, strict=True):
+        generator, positions = torch.Generator().manual_seed(seed), torch.arange(total)
+        shapes = (num_new, heads, head_dim), *((total, kv_heads, dim) for dim in dims)
+        q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        held = table[positions // block_size] * block_size + positions % block_size
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache.flatten(0, 1)[held[:-num_new]] = x[:-num_new]
+        first_seen = max(0, total - num_new + 1 - (settings.get("window") or total)) // block_size
+        sequences.append((q, k, v))
+        inputs.append((q, k[-num_new:], v[-num_new:]))
+        tables.append(table * (torch.arange(len(table)) >= first_seen))
+        slots.append(held[-num_new:])
+    for _ in range(num_padding):
+        inputs.append([torch.full_like(x[:1], torch.nan) for x in inputs[0]])
+        tables.append(torch.tensor([0]))
+        slots.append(torch.tensor([0]))
     for cache in caches:
         cache[0] = torch.nan
-    num_tokens = sum(new for new, _ in lens)
-    q = rand(num_tokens, heads, head_dim)
-    k, v = (rand(num_tokens, kv_heads, dim) for dim in dims)
-    new_slots = torch.cat([held[total - new :] for held, (new, total) in zip(slots, lens, strict=True)])
-    metadata = metadata_of(lens, tables, new_slots, device)
-    if int8:
-        caches = [int8_cache.quantize(cache) for cache in caches]
-    cache = KVCache(*(cache.to(device) for cache in caches))
-    attention = backend(metadata, block_size)
+    cache = KVCache(*((int8_cache.quantize(x) if int8 else x).to(device) for x in caches))
+    arrays = [torch.cat(x).to(device) for x in zip(*inputs, strict=True)]
+    padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).int()
+    metadata = metadata_of([*lens, *[(1, 1)] * num_padding], padded, torch.cat(slots), device)
+    metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, max_seq_len))
     there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
-    out = attention(q.to(device), k.to(device), v.to(device), cache, scale=head_dim**-0.5, **there)
-    assert out.shape == (num_tokens, heads, dims[1])
+    out = backend(metadata, block_size)(*arrays, cache, scale=head_dim**-0.5, **there)
+    assert out.shape == (len(arrays[0]), heads, dims[1])
     assert out.dtype == dtype
-    starts = metadata.cu_seqlens_q.tolist()
-    for i, (new, _) in enumerate(lens):
-        rows = slice(starts[i], starts[i + 1])
-        full_k, full_v = past[i]
-        full_k[-new:], full_v[-new:] = k[rows], v[rows]
+    expected = []
+    for q, *kv in sequences:
         if int8:
-            held = map(int8_cache.quantize, (full_k, full_v))
-            full_k, full_v = (int8_cache.dequantize(x, torch.float32) for x in held)
-        expected = dense(q[rows], full_k, full_v, head_dim**-0.5, **settings)
-        tolerance = TOLERANCE[dtype]
-        torch.testing.assert_close(out[rows].cpu().double(), expected, atol=tolerance, rtol=tolerance)
+            kv = [int8_cache.dequantize(int8_cache.quantize(x), torch.float32) for x in kv]
+        expected.append(dense(q, *kv, head_dim**-0.5, **settings))
+    return out.cpu().split([len(q) for q, _, _ in inputs])[: len(lens)], expected
+
+
+def check_attention(*arguments, **settings):
+    """Assert that a backend computes dense attention: see `attend`."""
+    for out, expected in zip(*attend(*arguments, **settings), strict=True):
+        tolerance = TOLERANCE[out.dtype]
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)

@@ -110,42 +110,11 @@ def test_any_batch_and_layer_equals_dense_attention(lens, settings):
     check_attention(TritonAttention, lens, device=DEVICE, **{"block_size": 16, **settings})
 
 
-def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
-    """Return the outputs of sequences (seed, new tokens, all tokens), each random with its own seed.
-
-    As in a CUDA graph, num_padding tokens in the null block follow them, which is full of NaN, and
-    max_seq_len is at least max_tokens.
-    """
-    heads, kv_heads, dim, block_size = 6, 2, 16, 16
-    num_blocks = sum(-(-total // block_size) for _, _, total in seqs)
-    cache = KVCache(*(torch.full((num_blocks + 1, block_size, kv_heads, dim), torch.nan) for _ in "kv"))
-    cache = KVCache(cache.k.to(dtype), cache.v.to(dtype))
-    tables, slots, new = [], [], []
-    free = torch.arange(1, num_blocks + 1).flip(0)
-    for seed, length, total in seqs:
-        generator = torch.Generator().manual_seed(seed)
-        q = torch.randn(length, heads, dim, generator=generator).to(dtype)
-        k, v = (torch.randn(total, kv_heads, dim, generator=generator).to(dtype) for _ in "kv")
-        count = -(-total // block_size)
-        tables.append(free[:count])
-        free = free[count:]
-        held = (tables[-1][:, None] * block_size + torch.arange(block_size)).flatten()[:total]
-        for old, held_numbers in ((cache.k, k), (cache.v, v)):
-            old.flatten(0, 1)[held[:-length]] = held_numbers[:-length]
-        slots.append(held[-length:])
-        new.append((q, k[-length:], v[-length:]))
-    for _ in range(num_padding):
-        tables.append(torch.tensor([0]))
-        slots.append(torch.tensor([0]))
-        new.append(tuple(torch.full((1, n, dim), torch.nan).to(dtype) for n in (heads, kv_heads, kv_heads)))
-    lens = [(length, total) for _, length, total in seqs] + [(1, 1)] * num_padding
-    padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).int()
-    metadata = metadata_of(lens, padded, torch.cat(slots), DEVICE)
-    metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, max_tokens))
-    attention = TritonAttention(metadata, block_size)
-    q, k, v = (torch.cat(x).to(DEVICE) for x in zip(*new, strict=True))
-    cache = KVCache(cache.k.to(DEVICE), cache.v.to(DEVICE))
-    return attention(q, k, v, cache, scale=dim**-0.5, **settings).split([length for length, _ in lens])
+def attend(seqs, dtype, **settings):
+    """Return the outputs of sequences (seed, new tokens, all tokens), each random with its own seed."""
+    seeds, *lens = zip(*seqs, strict=True)
+    sizes = {"block_size": 16, "heads": 6, "seeds": seeds, "dtype": dtype, "device": DEVICE}
+    return attention.attend(TritonAttention, [*zip(*lens, strict=True)], **sizes, **settings)[0]
 
 
 @runs_kernels
@@ -167,7 +136,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(dtype, settings):
 def test_padding_a_batch_of_decodes_for_a_graph_changes_no_bit_of_it():
     seqs = [(0, 1, 300), (1, 1, 5), (3, 1, 32)]
     plain = attend(seqs, torch.float32)
-    padded = attend(seqs, torch.float32, num_padding=3, max_tokens=40_000)
+    padded = attend(seqs, torch.float32, num_padding=3, max_seq_len=40_000)
     assert all(torch.equal(a, b) for a, b in zip(plain, padded[:3], strict=True))
 
 
