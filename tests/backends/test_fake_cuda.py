@@ -233,16 +233,9 @@ def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypa
         model.rope_table = table
         return model
 
-    def moved(model, device):
-        """Do what PyTorch's own method cannot do to fake parameters."""
-        for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                for key, x in held.items():
-                    held[key] = x if x is None else x.to(device)
-
     def prepared(gpu, model):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.nn.Module, "to", moved)
+        with monkeypatch.context() as patch:  # PyTorch's own method cannot move fake parameters
+            patch.setattr(torch.nn.Module, "to", to_the_gpu)
             prepare(gpu, model)
         models.append(model)
 

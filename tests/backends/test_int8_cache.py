@@ -7,9 +7,8 @@ from nanoengine import LLM
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.int8_cache import dequantize, in_int8, quantize
 from nanoengine.backends.kv_cache import KVSpec
+from tests.backends.test_kernels import DTYPES
 from tests.helpers import DEMO
-
-DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def test_a_head_is_rounded_to_127ths_of_its_largest_number_and_ties_to_even():
@@ -22,7 +21,7 @@ def test_a_head_is_rounded_to_127ths_of_its_largest_number_and_ties_to_even():
     assert dequantize(rows, torch.float32)[0, 0].tolist() == [127.0, 2.0, -4.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPES
 @pytest.mark.parametrize(("heads", "k_dim", "v_dim"), [(8, 128, 128), (3, 11, 6), (1, 300, 64), (2, 32, 16)])
 def test_the_kernel_writes_what_the_definition_says_bit_for_bit(dtype, heads, k_dim, v_dim):
     """Most of K is halfway between integers."""

@@ -9,10 +9,8 @@ import torch
 
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.cpu.packed_layers import PackedLinear
-from tests.backends.test_kernels import quantized
+from tests.backends.test_kernels import DTYPES, quantized
 from tests.helpers import run_tests
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 def rounded(x):
