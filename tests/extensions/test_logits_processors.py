@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from tests.helpers import DEMO
+from tests.helpers import DEMO, tokens_of
 
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 
 
 def token_ids(llm, params, prompts="Hello"):
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [one.token_ids for output in outputs for one in output.outputs]
+    return tokens_of(llm.generate(prompts, params, use_tqdm=False))
 
 
 def only(token_id):
@@ -35,29 +34,19 @@ def llm():
 # ---- Functions of a request ----
 
 
-def test_a_function_gets_the_output_and_chooses_the_token(llm):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_function_gets_the_output_and_logits_in_float32_and_chooses_the_token(dtype):
     seen = []
 
     def count_up(output_ids, logits):
-        seen.append(list(output_ids))
-        assert logits.shape == (llm.llm_engine.checkpoint.vocab_size,)
-        assert logits.dtype == torch.float32
+        seen.append((list(output_ids), logits.shape, logits.dtype))
         return torch.where(torch.arange(len(logits)) == 40 + len(output_ids), 0.0, -torch.inf)
 
-    assert token_ids(llm, SamplingParams(logits_processors=[count_up], max_tokens=4)) == [[40, 41, 42, 43]]
-    assert seen == [[], [40], [40, 41], [40, 41, 42]]
-
-
-def test_a_function_gets_float32_from_a_model_in_bfloat16():
-    seen = []
-
-    def look(output_ids, logits):
-        seen.append(logits.dtype)
-        return logits
-
-    with LLM(DEMO, num_kv_blocks=20, dtype="bfloat16") as llm:
-        token_ids(llm, SamplingParams(max_tokens=2, logits_processors=[look]))
-    assert seen == [torch.float32] * 2
+    with LLM(DEMO, num_kv_blocks=20, dtype=dtype) as llm:
+        asked = SamplingParams(logits_processors=[count_up], max_tokens=4)
+        assert token_ids(llm, asked) == [[40, 41, 42, 43]]
+        of_logits = (llm.llm_engine.checkpoint.vocab_size,), torch.float32
+    assert seen == [([*range(40, 40 + i)], *of_logits) for i in range(4)]
 
 
 def test_a_function_with_three_parameters_gets_the_prompt_first(llm):
@@ -151,9 +140,7 @@ def test_an_engine_s_function_is_called_for_each_request_after_the_request_s_own
         assert token_ids(other, SamplingParams(**GREEDY)) == [[60] * 12]
 
 
-CLASS = (
-    "must be functions, got the class Wish; write a function (token_ids, logits) -> logits of one row instead"
-)
+CLASS = "must be functions, got the class Wish; write a function (token_ids, logits) -> logits of one row"
 
 
 @pytest.mark.parametrize(

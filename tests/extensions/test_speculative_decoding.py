@@ -40,11 +40,6 @@ class Oracle:
         ]
 
 
-def by_sequence(answers: list) -> dict[int, list[int]]:
-    """Return the token ids of each sample, by the seq_id it has in a new engine."""
-    return dict(enumerate(sample[1] for output in answers for sample in output))
-
-
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     """Return sampled and greedy requests, with stops, n > 1 and logprobs. Every third edits its logits."""
     rng = random.Random(2)
@@ -68,7 +63,8 @@ def test_answers_are_the_same_as_without_draft_tokens(name, babbler):
     with LLM(babbler, **settings) as llm:
         expected = [seen(llm, prompts, params) for _ in range(2)]
         num_steps, num_tokens = llm.metrics()["num_steps"], llm.metrics()["generation_tokens"]
-    answers_of = by_sequence(expected[0] + expected[1])
+    # The token ids of each sample, by the seq_id it has in a new engine.
+    answers_of = dict(enumerate(sample[1] for output in expected[0] + expected[1] for sample in output))
     for error_rate in (0.0, 0.3) if name == "roomy" else (0.1,):
         with LLM(babbler, speculative_config=NGRAM, **settings) as llm:
             llm.scheduler.propose = Oracle(answers_of, 260, error_rate)
@@ -275,12 +271,6 @@ def test_metrics_count_drafts_under_vllm_s_names(tmp_path):
 # ---- Prompt lookup -------------------------------------------------------------------------------
 
 
-def proposed(text: str, shortest: int = 2, longest: int = 3, num_tokens: int = 3) -> str:
-    lookup = Lookup(shortest, longest, 9)
-    lookup.size = 9
-    return "".join(map(chr, lookup.propose([*map(ord, text)], num_tokens)))
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -296,7 +286,9 @@ def proposed(text: str, shortest: int = 2, longest: int = 3, num_tokens: int = 3
     ],
 )
 def test_drafts_follow_the_longest_ngram_where_it_was_seen_last(text, expected):
-    assert proposed(text) == expected
+    lookup = Lookup(2, 3, 9)
+    lookup.size = 9
+    assert "".join(map(chr, lookup.propose([*map(ord, text)], 3))) == expected
 
 
 class Watched(list):
@@ -328,8 +320,10 @@ def num_proposed(lookup: Lookup, text: list[int]) -> int:
     return len(lookup.propose(text, 100))
 
 
-def test_drafts_grow_while_accepted_and_pause_while_rejected():
+def test_drafts_grow_while_accepted_and_pause_while_rejected_but_not_after_a_failed_step():
     lookup, text = Lookup(1, 1, 8), [1, 2, 1]
+    assert [num_proposed(lookup, text) for _ in range(3)] == [1, 1, 1]  # nothing followed
+    assert (lookup.pause, lookup.size) == (1, 1)
     sizes = []
     for _ in range(4):
         sizes.append(num_proposed(lookup, text))
@@ -352,12 +346,6 @@ def test_drafts_grow_while_accepted_and_pause_while_rejected():
     assert num_proposed(lookup, text) == 1
     text += [text[-2], 1]  # right again
     assert (num_proposed(lookup, text), lookup.pause) == (3, 1)
-
-
-def test_a_failed_step_does_not_count_as_a_rejection():
-    lookup, text = Lookup(1, 1, 8), [1, 2, 1]
-    assert [num_proposed(lookup, text) for _ in range(3)] == [1, 1, 1]
-    assert (lookup.pause, lookup.size) == (1, 1)
 
 
 def test_each_sequence_has_its_own_lookup():
