@@ -23,23 +23,8 @@ from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers
 from nanoengine.models.load import load_model
-from tests.helpers import (
-    HF_ARCHITECTURES,
-    TINY,
-    YARN,
-    ask,
-    byte_tokenizer,
-    change_tensors,
-    check_answers,
-    checkpoint,
-    edit_config,
-    greedy,
-    hf_model,
-    open_checkpoint,
-    random_prompts,
-    refuse,
-    slow,
-)
+from tests import helpers
+from tests.helpers import TINY, change_tensors, checkpoint, edit_config, open_checkpoint, refuse, slow
 
 NAME = "qwen3"
 LOAD_TOKENIZER = "nanoengine.checkpoints.tokenizer.AutoTokenizer.from_pretrained"
@@ -56,22 +41,18 @@ def copy(tmp_path, tmp_path_factory):
 def check_served(path, model, **settings):
     """Check that greedy tokens equal those of the transformers model. Return the loaded model."""
     with LLM(str(path), num_kv_blocks=20, block_size=8, dtype="float32", **settings) as llm:
-        check_answers(llm, model, random_prompts([5, 40]), 10)
+        helpers.check_answers(llm, model, helpers.random_prompts([5, 40]), 10)
         return llm.llm_engine.runner.model
 
 
 def rope_of(kind="yarn", **changes):
     """Return rope's settings under both of their names."""
-    rope = {**YARN, "rope_type": kind, "type": kind, **changes}
+    rope = {**helpers.YARN, "rope_type": kind, "type": kind, **changes}
     return {"rope_parameters": rope, "rope_scaling": rope}
 
 
 def theta_of(value):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": value}}
-
-
-def quantized_with(method):
-    return {"quantization_config": {"quant_method": method, "bits": 4}}
 
 
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
@@ -86,7 +67,10 @@ BAD_CONFIGS = [
     (rope_of("helix"), "helix"),
     *((theta_of(x), "the rope settings .*rope_theta|cannot be loaded: TypeError") for x in ("x", None)),
     *(({"text_config": x}, "config.json: the language model's config must be an object") for x in ([1], 2.0)),
-    *((quantized_with(x), f" quantized with {x}; supported: gptq, awq") for x in ("hqq", "aqlm", "quark")),
+    *(
+        ({"quantization_config": {"quant_method": name}}, f" quantized with {name}; supported: gptq, awq")
+        for name in ("hqq", "aqlm", "quark")
+    ),
 ]
 
 
@@ -164,7 +148,7 @@ def test_rope_settings_that_give_no_finite_angles_are_refused(copy, theta):
 def test_unreadable_tokenizer_is_refused_with_its_path(copy, content):
     (copy / "tokenizer.json").write_text(content, encoding="latin-1")
     refuse(copy, "the tokenizer in .*model cannot be used: ")
-    byte_tokenizer().save_pretrained(copy)
+    helpers.byte_tokenizer().save_pretrained(copy)
     settings = {**json.loads((copy / "tokenizer_config.json").read_text()), "model_max_length": content}
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     refuse(copy, "the tokenizer in .*model cannot be used: ")
@@ -172,7 +156,7 @@ def test_unreadable_tokenizer_is_refused_with_its_path(copy, content):
 
 def test_a_panic_of_the_tokenizer_library_is_an_error_with_the_path(copy):
     """Its panics are no Exceptions. Here a single text is asked for its second part."""
-    byte_tokenizer().save_pretrained(copy)
+    helpers.byte_tokenizer().save_pretrained(copy)
     parts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     post_processor = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": {}}
     whole = json.loads((copy / "tokenizer.json").read_text()) | {"post_processor": post_processor}
@@ -182,7 +166,7 @@ def test_a_panic_of_the_tokenizer_library_is_an_error_with_the_path(copy):
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 def test_a_signal_while_the_tokenizer_loads_is_no_error_of_the_tokenizer(interrupt, copy, monkeypatch):
-    byte_tokenizer().save_pretrained(copy)
+    helpers.byte_tokenizer().save_pretrained(copy)
     monkeypatch.setattr(LOAD_TOKENIZER, Mock(side_effect=interrupt))
     with pytest.raises(interrupt):
         LLM(copy, num_kv_blocks=4)
@@ -227,7 +211,7 @@ def test_draft_layers_are_ignored_and_logged(copy, names, impl, caplog, tmp_path
 @IMPLS
 def test_an_adapter_beside_the_weights_is_left_out_and_logged(copy, impl, caplog, tmp_path_factory):
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(hf_model(NAME), config).save_pretrained(copy)
+    peft.get_peft_model(helpers.hf_model(NAME), config).save_pretrained(copy)
     check_served(copy, checkpoint(NAME, tmp_path_factory)[1], model_impl=impl)
     assert "also holds an adapter, which is not merged: set lora" in caplog.text
 
@@ -279,7 +263,7 @@ def test_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
     refuse(copy, "cannot be used: Model missing")  # tokenizer.json is read first
 
 
-SCALED = {name: value for name, value in YARN.items() if name != "rope_theta"}
+SCALED = {name: value for name, value in helpers.YARN.items() if name != "rope_theta"}
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -325,7 +309,7 @@ def test_overrides_of_a_part_keep_the_rest_of_it(tmp_path):
 
 @IMPLS
 def test_sharded_files_load_and_a_missing_shard_is_named(impl, tmp_path):
-    model = hf_model(NAME)
+    model = helpers.hf_model(NAME)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 2
@@ -352,7 +336,8 @@ def test_tied_model_uses_the_head_in_its_files_as_transformers_does(held, impl, 
     if held == "the head alone":
         change_tensors(tmp_path / "model", lambda t: t.pop("model.embed_tokens.weight"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert (greedy(reference, [7, 8], 10) == greedy(tied, [7, 8], 10)) == (held != "another head")
+    mine, theirs = (helpers.greedy(model, [7, 8], 10) for model in (reference, tied))
+    assert (mine == theirs) == (held != "another head")
     model = check_served(tmp_path / "model", reference, model_impl=impl)
     if impl == "nanoengine":
         is_packed = isinstance(model.embed_tokens, PackedEmbedding)
@@ -410,7 +395,7 @@ def test_broken_json_file_is_refused_by_file_and_field(copy, file, text, message
 @pytest.mark.xfail(torch.__version__ < "2.10", reason="the experts are bfloat16 and their inputs float32")
 def test_mxfp4_weights_are_served_dequantized(tmp_path):
     """The oracle dequantizes by the format's definition: 32 values of 4 bits share an exponent."""
-    model = hf_model("gpt-oss")
+    model = helpers.hf_model("gpt-oss")
     model.save_pretrained(tmp_path)
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = torch.cat((values, -values))
@@ -443,7 +428,7 @@ def loaded_on(device, path, **settings):
 
 
 @pytest.mark.parametrize("load_format", ["auto", *slow("dummy")])
-@pytest.mark.parametrize("name", HF_ARCHITECTURES)
+@pytest.mark.parametrize("name", helpers.HF_ARCHITECTURES)
 def test_transformers_fills_a_model_on_its_device(name, load_format, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
     loaded = loaded_on(ELSEWHERE, path, load_format=load_format)
@@ -502,14 +487,6 @@ def test_the_host_never_holds_a_model_that_is_loaded_elsewhere(load_format, tmp_
     assert taken < 40 < 90 < size  # transformers 4 reads a file of 20 MB at a time
 
 
-def test_boolean_mask_in_an_old_checkpoint_is_ignored(tmp_path, tmp_path_factory):
-    path, model = checkpoint("gpt2", tmp_path_factory)
-    shutil.copytree(path, tmp_path / "model")
-    mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}
-    change_tensors(tmp_path / "model", lambda t: t.update(mask))
-    check_served(tmp_path / "model", model)
-
-
 def test_code_in_a_checkpoint_runs_only_if_trusted(copy):
     (copy / "mine.py").write_text("raise AssertionError('ran')")
     mine = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
@@ -536,12 +513,12 @@ def test_dummy_weights_need_only_a_config(copy):
             file.unlink()
     with LLM(str(copy), load_format="dummy", num_kv_blocks=8, dtype="bfloat16") as llm:
         assert llm.get_tokenizer() is None
-        output = ask(llm, [1, 2, 3], max_tokens=4)[0].outputs[0]
+        output = helpers.ask(llm, [1, 2, 3], max_tokens=4)[0].outputs[0]
         assert (len(output.token_ids), output.text) == (4, "")
         with pytest.raises(ValueError, match="no tokenizer"):
-            ask(llm, "text")
+            helpers.ask(llm, "text")
         with pytest.raises(ValueError, match="stop needs a tokenizer"):
-            ask(llm, [1], stop="x")
+            helpers.ask(llm, [1], stop="x")
 
 
 def test_dtype_auto_is_the_checkpoints_own(copy):
@@ -617,7 +594,7 @@ def test_a_multimodal_config_may_state_the_end_for_the_model_or_for_its_language
     assert ends_of(tmp_path, {**flat, "eos_token_id": 4}) == (4,)
 
 
-OF_64 = {"rope_parameters": {**YARN, "original_max_position_embeddings": 64}}
+OF_64 = {"rope_parameters": {**helpers.YARN, "original_max_position_embeddings": 64}}
 LINEAR_BY_4 = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 BY_LAYER = {"full_attention": LINEAR_BY_4, "sliding_attention": {"rope_type": "default"}}
 
@@ -630,8 +607,8 @@ BY_LAYER = {"full_attention": LINEAR_BY_4, "sliding_attention": {"rope_type": "d
         *((family, {"rope_parameters": LINEAR_BY_4}, 4 * 512) for family in ("Llama", "Qwen2", "Phi")),
         ("Gemma3Text", {"rope_parameters": BY_LAYER}, 512),  # which states the product
         # These depend on the length.
-        ("Phi3", HF_ARCHITECTURES["phi3 longrope"][1], 128),
-        ("Llama", HF_ARCHITECTURES["llama, dynamic rope"][1], 512),
+        ("Phi3", helpers.HF_ARCHITECTURES["phi3 longrope"][1], 128),
+        ("Llama", helpers.HF_ARCHITECTURES["llama, dynamic rope"][1], 512),
     ],
 )
 def test_yarn_and_linear_rope_extend_the_positions_and_other_kinds_do_not(family, changes, expected):
