@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.checkpoints import hf_config
 from nanoengine.checkpoints.hf_config import attention_implementation, language_part
 from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
@@ -46,18 +46,18 @@ def test_experts_may_have_any_size(intermediate_size, tmp_path):
     assert helpers.check_served(tmp_path, model, LENGTHS, NUM_NEW) == "transformers'"
 
 
-def check_prompt_logprobs(path, prompt, expected):
-    """Compare a prompt's log-probabilities, computed in chunks, with those in `expected`, (T, V)."""
+def check_prompt_logprobs(path, model):
+    """Compare a prompt's log-probabilities, computed in chunks, with those of a transformers model."""
+    prompt = random_prompts([40])[0]
+    expected = helpers.logprobs_of(model, prompt)[range(39), prompt[1:]].tolist()
     with LLM(str(path), num_kv_blocks=20, max_num_batched_tokens=16) as llm:
         ours = helpers.prompt_logprobs(ask(llm, prompt, max_tokens=1, prompt_logprobs=0)[0])
-    assert ours == pytest.approx(expected[range(len(prompt) - 1), prompt[1:]].tolist(), abs=1e-4)
+    assert ours == pytest.approx(expected, abs=1e-4)
 
 
 def test_prompt_logprobs_go_through_the_whole_head(tmp_path_factory):
     """Scaling and soft-capping of logits are part of it."""
-    path, reference = checkpoint("granite", tmp_path_factory)
-    prompt = random_prompts([40])[0]
-    check_prompt_logprobs(path, prompt, helpers.logprobs_of(reference, prompt))
+    check_prompt_logprobs(*checkpoint("granite", tmp_path_factory))
 
 
 def test_the_cache_has_the_shape_of_the_model_calls(tmp_path_factory):
@@ -242,9 +242,10 @@ def test_tensors_of_a_language_part_are_checked_strictly(present, name, reason, 
 def test_masks_and_frequencies_in_old_checkpoints_are_ignored(name, tmp_path):
     helpers.hf_model(name).save_pretrained(tmp_path)
     names = "rotary_emb.inv_freq", "attn.masked_bias", "attn.bias", "attn.attention.bias"
-    helpers.change_tensors(tmp_path, lambda t: t.update((f"h.0.{one}", torch.ones(4)) for one in names))
+    masks = {f"h.0.{one}": torch.ones(1, 1, 8, 8).bool() for one in names}  # no dtype of a weight
+    helpers.change_tensors(tmp_path, lambda t: t.update(masks))
     with LLM(str(tmp_path), num_kv_blocks=4, enforce_eager=True) as llm:
-        assert llm.generate([1, 2], SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+        assert ask(llm, [1, 2], max_tokens=1)[0].outputs[0].token_ids
 
 
 def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
@@ -308,10 +309,8 @@ def test_a_window_of_all_positions_may_be_left_out(tmp_path):
 
 def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory, monkeypatch):
     path, model = checkpoint("olmo", tmp_path_factory)
-    prompt, twice = random_prompts([40])[0], copy.deepcopy(model)
-    twice.model.layers[1] = twice.model.layers[0]
-    twice.config.use_cache = False
-    expected = helpers.logprobs_of(twice, prompt)
+    twice = copy.deepcopy(model)
+    twice.model.layers[1], twice.config.use_cache = twice.model.layers[0], False
 
     def load(*arguments):
         loaded = load_transformers(*arguments)
@@ -320,7 +319,7 @@ def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory
 
     load_transformers = hf._load_transformers
     monkeypatch.setattr(hf, "_load_transformers", load)
-    check_prompt_logprobs(path, prompt, expected)
+    check_prompt_logprobs(path, twice)
 
 
 WAITING = [lambda x: x.max().item(), lambda x: bool(x.sum() > 0), lambda x: x.nonzero(), lambda x: x[x > 0]]
