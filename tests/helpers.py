@@ -176,11 +176,9 @@ _checkpoints: dict[str, tuple[Path, Any]] = {}
 def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Return a saved tiny model and its transformers twin, built once per test run."""
     if name not in _checkpoints:
-        model = hf_model(name)
-        path = factory.mktemp("checkpoint")
+        path, model = _checkpoints[name] = factory.mktemp("checkpoint"), hf_model(name)
         model.save_pretrained(path)
         model.answers = {}  # the cache of `greedy`: the model does not change any more
-        _checkpoints[name] = path, model
     return _checkpoints[name]
 
 

@@ -33,26 +33,18 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
 
 
 @pytest.fixture(scope="module")
-def model_of(tmp_path_factory):
-    """Return a checkpoint of a kind and its transformers twin, built once."""
-
-    @cache
-    def make(kind):
-        path = tmp_path_factory.mktemp(kind)
-        model = small_model(small_config(kind))
-        model.save_pretrained(path)
-        model.answers = {}  # `greedy` keeps answers here, because the model does not change
-        return str(path), model
-
-    return make
-
-
-@pytest.fixture
-def served(model_of):
+def served(tmp_path_factory):
     """Return a checkpoint of a kind, prompts, and what compares answers with those of transformers."""
 
+    @cache
+    def checkpoint_of(kind):
+        path, model = str(tmp_path_factory.mktemp(kind)), small_model(small_config(kind))
+        model.save_pretrained(path)
+        model.answers = {}  # `greedy` keeps answers here, because the model does not change
+        return path, model
+
     def make(kind, max_tokens=None):
-        path, model = model_of(kind)
+        path, model = checkpoint_of(kind)
         prompts = [prompt[:max_tokens] for prompt in random_prompts(LENGTHS)]
         return path, prompts, partial(check_greedy, model, prompts, NUM_NEW)
 
