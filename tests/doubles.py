@@ -33,11 +33,6 @@ from tests.attention import dense
 calls: Counter[str] = Counter()  # which path was taken how often
 
 
-def max_keys(head_dim: int) -> int:
-    """The number of keys that a thread block processes at a time."""
-    return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
-
-
 def attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes=None):
     """Attend with the last query at the last key (bottom-right aligned)."""
     left, right = window_size
@@ -195,7 +190,9 @@ def varlen_attn(
         assert seqused_k.tolist() == lengths(cu_seq_k)
         heads, kv_heads = query.shape[1], key.shape[2]
         is_packed = max_q == 1 and heads > kv_heads and window_size == (-1, -1)
-        if num_splits != 1 and max_k > max_keys(query.shape[2]) and not is_packed:
+        # A thread block processes so many keys at a time.
+        max_keys = 256 if query.shape[2] <= 64 else 128 if query.shape[2] <= 128 else 64
+        if num_splits != 1 and max_k > max_keys and not is_packed:
             num_written = 1
         calls["varlen packed"] += is_packed
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -314,7 +311,8 @@ class FakeGPU(CUDA):
 
 
 def install_linear(monkeypatch):
-    """Let PyTorch multiply by quantized weights in place of the Triton kernel."""
+    """Let PyTorch multiply by quantized weights, in float32, in place of the Triton kernel."""
+    monkeypatch.setattr("nanoengine.backends.flash_attention.FlashKernels.dtypes", (torch.float32,))
     name = "nanoengine.backends.triton_linear"
     monkeypatch.setattr(f"{name}.TritonLinear.forward", lambda self, x: linear(x, self.weight, self.bias))
     monkeypatch.setattr(f"{name}.try_out", lambda *_: None)

@@ -6,11 +6,10 @@ import random
 import pytest
 import torch
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine.backends.device import Forward
 from nanoengine.backends.prompt_graphs import token_counts
 from nanoengine.backends.step_inputs import send_inputs
-from nanoengine.engine import Chunk, ScheduledBatch, Sequence
 from tests.helpers import batch_of, checkpoint, make_sequence
 
 MAX_TOKENS, SIZES = 700, {"num_kv_blocks": 40, "max_num_seqs": 20, "max_num_batched_tokens": 700}
@@ -30,16 +29,16 @@ def random_batch(rng, num_blocks):
     chunks, blocks, num_tokens = [], iter(range(1, num_blocks)), 0
     lengths = [500] if rng.random() < 0.1 else [rng.randint(1, 300) for _ in range(rng.randint(1, 8))]
     for i, total in enumerate(lengths):
-        seq = Sequence(i, [rng.randrange(100) for _ in range(total)], SamplingParams())
-        seq.block_table = [next(blocks) for _ in range(-(-total // 256))]
+        table = [next(blocks) for _ in range(-(-total // 256))]
+        seq = make_sequence(i, [rng.randrange(100) for _ in range(total)], block_table=table)
         kind = rng.choice(["prompt", "chunk", "decode", "drafts"])
         start = {"prompt": 0, "chunk": rng.randrange(total), "decode": total - 1}.get(kind, max(0, total - 4))
         parts = [(n, n + 1) for n in range(start, total)] if kind == "drafts" else [(start, total)]
         for first, end in parts:
             if num_tokens + end - first <= MAX_TOKENS:
-                chunks.append(Chunk(seq, first, end, True, seq.token_ids))
+                chunks.append((seq, first, end))
                 num_tokens += end - first
-    return ScheduledBatch(chunks, [chunk.seq for chunk in chunks], num_tokens)
+    return batch_of(*chunks)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen2 sliding from layer 1"])
@@ -85,9 +84,3 @@ def test_decodes_of_more_sequences_than_the_largest_graph_are_replayed_too(in_fl
         in_float32.clear()
         llm.llm_engine.runner.launch(batch_of(*[(seq, 2, 3)] * 9))
     assert in_float32["piece"] > 0
-
-
-def test_a_model_that_cannot_be_cut_decodes_in_graphs(in_float32, tmp_path_factory, caplog):
-    with LLM(checkpoint("gemma3", tmp_path_factory)[0], num_kv_blocks=20, max_num_batched_tokens=64):
-        assert "graphs (" in caplog.messages[-1]
-        assert ", prompts without" in caplog.messages[-1]

@@ -171,7 +171,6 @@ def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp
         settings |= ON_A_GPU
     else:
         doubles.install_linear(monkeypatch)
-        monkeypatch.setattr("nanoengine.backends.flash_attention.FlashKernels.dtypes", (torch.float32,))
     on_gpu, their_logprobs, their_layers, their_line = rounded(path, **settings)
     assert their_layers.keys() == layers.keys()
     assert all((x[0] == 8) == (form == "int8" or "lm_head" in place) for place, x in layers.items())
