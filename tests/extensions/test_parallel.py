@@ -4,7 +4,6 @@ Most ranks are threads of this process, with groups of their own; what concerns 
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
@@ -12,8 +11,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from multiprocessing import Pipe
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -27,7 +28,6 @@ from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.assembly_types import Opened
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.backends.device import Device
-from nanoengine.checkpoints.decoder_config import DecoderConfig
 from nanoengine.engine import build_inputs
 from nanoengine.extensions.parallel import rank_processes
 from nanoengine.extensions.parallel import tensor_parallel as parallel
@@ -54,20 +54,19 @@ UNEVEN = {
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory):
     """Return the path of a tiny checkpoint by its name."""
-    paths = {}
 
-    def path(name):
+    @cache
+    def path_of(name):
         if name not in UNEVEN:
             return checkpoint(name, tmp_path_factory)[0]
-        if name not in paths:
-            family, changes = UNEVEN[name]
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
-            paths[name] = tmp_path_factory.mktemp("uneven")
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(paths[name])
-        return paths[name]
+        family, changes = UNEVEN[name]
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+        path = tmp_path_factory.mktemp("uneven")
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        return path
 
-    return path
+    return path_of
 
 
 @pytest.fixture
@@ -156,34 +155,23 @@ def check_ranks(path, size, num_rounds=2, **settings):
 # ---- What a rank has -----------------------------------------------------------------------------
 
 
-def shard_of(rank, size, **changes):
-    settings = {
-        **{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 7, "num_layers": 1, "num_heads": 4},
-        **{"num_kv_heads": 2, "head_dim": 3, "rms_norm_eps": 1e-6, "rope": {}, "windows": (None,)},
-        **{"tie_word_embeddings": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True},
-    }
-    return Shard(DecoderConfig(**{**settings, **changes}), rank, size)
-
-
-def test_with_fewer_kv_heads_than_ranks_several_ranks_share_one():
-    shards = [shard_of(rank, 4) for rank in range(4)]
+def test_with_fewer_kv_heads_than_ranks_several_ranks_share_one(path_of):
+    config = helpers.open_checkpoint(path_of("qwen3")).decoder_config
+    shards = [Shard(config, rank, 4) for rank in range(4)]
     assert {shard.config.num_kv_heads for shard in shards} == {1}
     firsts = [shard.slices("model.layers.0.self_attn.k_proj.weight", 2)[0] for shard in shards]
-    assert firsts == [slice(0, 3), slice(0, 3), slice(3, 6), slice(3, 6)]
+    assert firsts == [slice(0, 32), slice(0, 32), slice(32, 64), slice(32, 64)]
 
 
-def test_indivisible_heads_are_refused_and_the_error_has_the_numbers():
-    for heads, kv_heads, size in (4, 2, 3), (6, 2, 3), (12, 4, 6), (4, 4, 8):
-        said = f"{heads} attention heads and {kv_heads} key/value heads .* tensor_parallel_size={size}"
-        with pytest.raises(ValueError, match=said):
-            shard_of(0, size, num_heads=heads, num_kv_heads=kv_heads)
+INTO_3 = "attention heads and 2 key/value heads .* tensor_parallel_size=3"
+SIX_HEADS = {"tensor_parallel_size": 3, "hf_overrides": {"num_attention_heads": 6}}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"model_impl": "transformers"}, "runs on transformers' code"),
-        ({"tensor_parallel_size": 3}, "4 attention heads and 2 key/value heads .* tensor_parallel_size=3"),
+        *(({"tensor_parallel_size": 3}, f"4 {INTO_3}"), (SIX_HEADS, f"6 {INTO_3}")),
         ({"device": "cpu:0"}, "device must have no index"),
     ],
 )
@@ -201,35 +189,20 @@ def test_more_ranks_than_gpus_are_refused_and_the_error_has_both_numbers(monkeyp
         parallel.start_ranks(pytest.fail, Opened(config, helpers.open_checkpoint(DEMO), 64), lambda: None)
 
 
-class FakeGroup:
-    """A process group that returns nothing to wait for, as NCCL's on the current stream."""
-
-    def broadcast(self, *arguments):
-        options = arguments[-1]
-        assert not options.asyncOp
-        assert getattr(options, "rootRank", 0) == getattr(options, "rootTensor", 0) == 0
-
-    allreduce = _allgather_base = broadcast
-
-
 def ranks_between(group, connections=()):
     ranks = object.__new__(parallel.Ranks)
     vars(ranks).update(_group=group, _connections=connections, _workers=None, lost=None, size=2)
     return ranks
 
 
-def sent_between_ranks(order):
-    ours, theirs = Pipe()
-    with ours, theirs:
-        ranks_between(None, [ours]).begin(order)
-        return ranks_between(None, [theirs]).receive()
-
-
 def test_a_step_arrives_as_it_was_sent():
     seqs = [make_sequence(i, [*range(9)], block_table=[i + 1, 7, 8]) for i in range(3)]
     batch = batch_of((seqs[0], 2, 9), (seqs[1], 8, 9), (seqs[2], 9, 10))
     sent = build_inputs(batch, 4, batch_of((seqs[2], 0, 9)))
-    got = sent_between_ranks(sent)
+    ours, theirs = Pipe()
+    with ours, theirs:
+        ranks_between(None, [ours]).begin(sent)
+        got = ranks_between(None, [theirs]).receive()
     assert len(got.pending_rows) == 1
     assert got.metadata.needed_rows is None  # ranks compute all rows
     metadata = got.metadata._replace(needed_rows=sent.metadata.needed_rows)
@@ -246,10 +219,17 @@ def test_a_rank_that_loses_the_connection_to_rank_0_says_so():
 
 
 def test_collectives_run_on_the_current_stream():
-    ranks, x = ranks_between(FakeGroup()), torch.ones(3, 2)
+    """A group returns nothing to wait for then, as NCCL's."""
+    names = "allreduce", "broadcast", "_allgather_base"
+    group = Mock(spec=names, **{f"{name}.return_value": None for name in names})
+    ranks, x = ranks_between(group), torch.ones(3, 2)
     ranks.all_reduce(x)
     ranks.broadcast(x)
     assert ranks.gather(x).shape == (3, 4)
+    assert [name for name, *_ in group.method_calls] == [*names]
+    options = [call.args[-1] for call in group.method_calls]
+    assert not any(one.asyncOp for one in options)
+    assert options[1].rootRank == options[1].rootTensor == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3 with attention bias", "uneven", "qwen2 tied"])
@@ -313,7 +293,6 @@ def test_ranks_round_weights_at_load_on_the_gpu_path_as_on_a_cpu(path_of, in_thr
     for install in (lambda _: None, doubles.install):
         install(monkeypatch)
         doubles.install_linear(monkeypatch)
-        monkeypatch.setattr("nanoengine.backends.flash_attention.FlashKernels.dtypes", (torch.float32,))
         settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "dtype": "float32", "quantization": "int4"}
         with LLM(path_of("uneven, tied"), tensor_parallel_size=2, **settings) as llm:
             found.append(everything(llm, 1))
@@ -451,74 +430,45 @@ def test_engines_with_ranks_run_side_by_side_when_the_thread_that_started_one_ha
     assert not ranks_of()
 
 
-def answer_until_lost(llm, act):
-    """Disturb the first rank's process while tokens are sampled, until that raises an error."""
-    (process, *_) = ranks_of()
-    launch, steps = llm.llm_engine.runner.launch, itertools.count()
-
-    def launch_and_act(*args):
-        if next(steps) == 10:
-            act(process)
-        return launch(*args)
-
-    llm.llm_engine.runner.launch = launch_and_act
-    ask(llm, [[1, 2, 3]] * 4, max_tokens=900, ignore_eos=True)
-
-
 def test_what_is_read_after_a_rank_was_lost_is_not_returned():
-    ranks = parallel.Ranks.__new__(parallel.Ranks)
-    ranks._workers, ranks.lost = None, "rank 1 terminated"
+    ranks = ranks_between(None)
+    ranks.lost = "rank 1 terminated"
     device = parallel.ParallelDevice(ranks, Device.__new__(Device))
     with pytest.raises(EngineDeadError, match="rank 1"), device.running():
         pass
 
 
-@SLOW
-def test_a_killed_rank_is_an_error_that_names_it():
-    llm = ranks_in_processes(tensor_parallel_size=4)
-    others = ranks_of()
-    said = r"the engine has failed, .*: rank \d \(process \d+\) terminated with signal SIGKILL"
-    with pytest.raises(EngineDeadError, match=said):
-        answer_until_lost(llm, psutil.Process.kill)
-    with pytest.raises(EngineDeadError, match=said):
-        answer(llm)
-    wait_until_gone(others)  # all of them, before `close` is called
-    llm.close()
-
-
-def serve_an_exit_before_connecting(*arguments):
-    parallel._connect = lambda *_: os._exit(7)
+def serve_after(code, *arguments):
+    """Serve as a rank in whose process something is planted."""
+    exec(code)
     parallel.serve(*arguments)
 
 
-def serve_nothing(*arguments):
-    time.sleep(TIMEOUT)
-
-
-def serve_unconnected(*arguments):
-    parallel.connect = None
-    parallel.serve(*arguments)
-
-
-def serve_a_failing_pass(*arguments):
-    parallel.ParallelForward.__call__ = lambda *_: [][5]
-    parallel.serve(*arguments)
+KILL = "if arguments[0] == 1: parallel.ParallelForward.__call__ = lambda *_: os.kill(os.getpid(), 9)"
+KILLED = r"the engine has failed, .*: rank \d \(process \d+\) terminated with signal SIGKILL"
+ERROR = "rank 1 .* the following error:\nTraceback[^$]*"
 
 
 @SLOW
 @pytest.mark.parametrize(
-    ("planted", "said", "seconds"),
+    ("planted", "said", "size", "seconds"),
     [
-        (serve_an_exit_before_connecting, "rank 1 .* terminated with exit code 7", TIMEOUT),
-        (serve_unconnected, "rank 1 .* the following error:\nTraceback[^$]*TypeError: 'NoneType'", TIMEOUT),
-        (serve_a_failing_pass, "rank 1 .* the following error:\nTraceback[^$]*IndexError: list", TIMEOUT),
-        (serve_nothing, "not all ranks were ready after 1 s", 1.0),
+        ("parallel._connect = lambda *_: os._exit(7)", "rank 1 .* terminated with exit code 7", 2, TIMEOUT),
+        ("parallel.connect = None", f"{ERROR}TypeError: 'NoneType'", 2, TIMEOUT),
+        ("parallel.ParallelForward.__call__ = lambda *_: [][5]", f"{ERROR}IndexError: list", 2, TIMEOUT),
+        (KILL, KILLED, 4, TIMEOUT),
+        ("time.sleep(TIMEOUT)", "not all ranks were ready after 1 s", 2, 1.0),
     ],
 )
-def test_a_failed_rank_is_an_error_that_states_the_cause(planted, said, seconds, monkeypatch):
-    monkeypatch.setattr(parallel, "serve", planted)
+def test_a_failed_rank_is_an_error_that_states_the_cause(planted, said, size, seconds, monkeypatch):
+    monkeypatch.setattr(parallel, "serve", partial(serve_after, planted))
     monkeypatch.setattr(rank_processes, "STARTING", seconds)
-    with pytest.raises(EngineDeadError, match=said), ranks_in_processes() as llm:
+    fails = partial(pytest.raises, EngineDeadError, match=said)
+    with fails(), ranks_in_processes(tensor_parallel_size=size) as llm:
+        ranks = ranks_of()
+        with fails():
+            answer(llm)
+        wait_until_gone(ranks)  # all of them, before `close` is called
         answer(llm)
     assert not ranks_of()
 
