@@ -23,9 +23,9 @@ SLOW = pytest.mark.slow
 BY_LETTERS = [lesson for lesson in LESSONS if lesson != "all"]
 
 
-def mistakes():
-    """Yield (lesson, what is wrong, the right code, the wrong code) from mistakes.txt."""
-    text = Path(__file__).with_name("mistakes.txt").read_text()
+def mistakes(name):
+    """Yield (lesson, what is wrong, the right code, the wrong code) of each mistake in a file."""
+    text = Path(__file__).with_name(name).read_text()
     for section in re.split(r"^== ", text, flags=re.MULTILINE)[1:]:
         title, *lines = section.splitlines()
         right, wrong = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
@@ -34,7 +34,7 @@ def mistakes():
             yield lesson, what, right, wrong
 
 
-MISTAKES = list(mistakes())
+MISTAKES = list(mistakes("mistakes.txt"))
 FIRST = {lesson: what for lesson, what, *_ in reversed(MISTAKES) if lesson != "all"}  # the others are slow
 assert all(right in RIGHT[lesson] for lesson, _, right, _ in MISTAKES)
 
@@ -274,21 +274,8 @@ for source in sys.argv[1:]:
         sys.exit(guarded(source, 60))
     print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-WRONG = [
-    ("  k = tl.load(", "  for _ in range(GROUP): k = tl.load(", "Load each block of K and V once"),
-    ("v_cache + where, mask=seen[:, None], other=0.0", "v_cache + where, mask=seen[:, None]", "no `other`"),
-    (", mask=seen[:, None], other=0.0", "", "a slot that its sequence does not use"),
-    ('tl.where(seen[None, :], scores, float("-inf"))', "scores", "are minus infinity"),
-    ("weighted * shrink[:, None] +", "weighted +", "Both sums shrink"),
-    ("tl.cdiv(seq_len, BLOCK_SIZE)", "seq_len // BLOCK_SIZE", "The last block counts up to"),
-    ("tl.load(block_tables + seq * table_width + i)", "(i + seq)", "contains NaN"),
-    ("+ kv_head) * GROUP + heads[", "* GROUP + kv_head) + num_kv_heads * heads[", "KV head h belongs to"),
-    ("tl.max(scores, axis=1)", "tl.max(scores)", "its own largest score"),
-    (" + kv_head) * HEAD_DIM", ") * HEAD_DIM", "a vector for each KV head"),
-    ("tl.float32) * scale", "tl.float32)", "Look at the scale"),
-    ("places < seq_len", "place < seq_len", "line 33, in grouped_kernel: seen ="),
-    (decode.SOLUTION.read_text(), decode.stub(), "not written"),
-]
+WRONG = [(right, wrong, what) for _, what, right, wrong in mistakes("kernel_mistakes.txt")]
+WRONG.append((decode.SOLUTION.read_text(), decode.stub(), "not written"))
 
 
 @needs_triton

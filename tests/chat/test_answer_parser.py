@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import time
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -33,117 +34,26 @@ NUMBERS = {"a": NUMBER, "b": NUMBER, "note": {"type": "string", "maxLength": 9}}
 ADD: dict = function_of("add", NUMBERS, ["a", "b"])
 PARAMETERS_OF_ADD: dict = ADD["function"]["parameters"]
 CALL = ("tool_calls", {"name": "add", "arguments": {"a": 5, "b": 6}})
-LATER = ("tool_calls", {"name": "add", "arguments": {"note": "7 \u00b5\n"}})
-WITHOUT_ARGUMENTS = ("tool_calls", {"name": "add", "arguments": {}})
-
-ADD_5_6 = '{"name": "add", "arguments": {"a": 5, "b": 6}}'
-ADD_NOTE = '{"name": "add", "arguments": {"note": "7 \\u00b5\\n"}}'
-PARAMETERS = "<parameter=a>\n5\n</parameter>\n<parameter=b>6</parameter>\n</function>\n</tool_call>\n"
 CODER = "<tool_call>\n<function=add>\n"
-ON_TAGS = "Models write <think> before they reason."
-HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
-# (format of calls, format of reasoning, end of the prompt)
-HERMES, THINKER = ("hermes", None, ""), ("hermes", "deepseek_r1", "")
-THINKS, NO_THOUGHT = (("hermes", "deepseek_r1", end) for end in ("<think>\n", "<think>\n\n</think>\n\n"))
-QWEN, MISTRAL, LLAMA, GEMMA = ((one, None, "") for one in ("qwen3_coder", "mistral", "llama3_json", "gemma4"))
-HARMONY = ("harmony", "harmony", "")
-# The model's texts that are one thing
-TEXTS: dict[tuple, tuple[str, ...]] = {
-    HERMES: (
-        *("<tool_call>\n[1]</tool_call> y", "<tool_call>[]</tool_call>", 'x <tool_call>{"name": "add", "ar'),
-        '<tool_call>{"name": 5}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-    ),
-    THINKER: ("No <b>tags</b>, 1 < 2", ON_TAGS, f"```\n<think>\n{ON_TAGS}"),  # a thought is at the start only
-    NO_THOUGHT: (f"<think>{ON_TAGS}</think>",),
-    QWEN: (f"{CODER}<parameter=a>\n5\n</parameter>\n<parameter=b>\n6",),
-    HARMONY: (
-        *("Not harmonious.", "<|channel|>opinion<|message|>I think so."),
-        '<|channel|>commentary to=browser.open<|message|>{"id": 1}<|call|>',
-        "<|channel|>final a word<|message|>Yes.",
-    ),
-    LLAMA: (  # a call without tags names a tool, and has arguments
-        *('{"b": 1} is JSON', 'It is {"name": 1}', '{"name":"Alice","age":30}', '{"name": "add"}'),
-        *('{"name": "Alice", "parameters": {}}', '[{"name": "add"}]', "<|python_tag|>print(1)"),
-        *("<|python_tag|>[]", "[1, 2] and [3"),
-    ),
-}
-ONE_CALL: dict[tuple, tuple[str, ...]] = {
-    HERMES: (f"<tool_call>\n{ADD_5_6}\n</tool_call>",),
-    LLAMA: (
-        '{"name": "add", "parameters": {"a": "5", "b": 6}}',
-        '<|python_tag|>{"name": "add", "parameters": {"a": 5, "b": 6}}',
-        '{"type": "function", "function": "add", "parameters": {"a": 5, "b": 6}}',
-    ),
-    HARMONY: (
-        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 5, "b": 6}<|call|>',
-        *(
-            f'<|channel|>commentary to={name}{kind}<|message|>{{"a": 5, "b": 6}}<|call|>'
-            for name in ("add", "functions.add")
-            for kind in (" <|constrain|>json", " application/json", "")
-        ),
-    ),
-    GEMMA: tuple(
-        f"<|tool_call>call:add{{{text}}}<tool_call|>"
-        for text in ("a: 5, b : 6", '"a": 5,"b":6', "\n a:5,\n b:6\n")
-    ),
-    ("functiongemma", None, ""): ("<start_function_call>call:add{a:5,b:6}<end_function_call>",),
-}
-BARE_CALLS = f"{ADD_5_6}\n{ADD_NOTE}\n", f"{ADD_5_6}; {ADD_NOTE}", f"[{ADD_5_6}, {ADD_NOTE}]"
-TWO_CALLS: dict[tuple, tuple[str, ...]] = {
-    MISTRAL: (f"[TOOL_CALLS] [{ADD_5_6}, {ADD_NOTE}]",),
-    LLAMA: (*BARE_CALLS, f"<|python_tag|>{ADD_5_6};{ADD_NOTE};"),
-}
-EMPTY = [f'{{"name": "add", "arguments": {none}}}' for none in ("null", '""', '"{}"', "{}")]
-EMPTY_CALLS = {HERMES: [f"<tool_call>{call}</tool_call>" for call in EMPTY], LLAMA: EMPTY}
-WRITTEN: list[tuple[tuple, str, list]] = [
-    *((formats, text, [("content", text)]) for formats, texts in TEXTS.items() for text in texts),
-    *((formats, text, [CALL]) for formats, texts in ONE_CALL.items() for text in texts),
-    *((formats, text, [CALL, LATER]) for formats, texts in TWO_CALLS.items() for text in texts),
-    *((formats, text, [WITHOUT_ARGUMENTS]) for formats, texts in EMPTY_CALLS.items() for text in texts),
-    (
-        THINKER,
-        "<think>\nHm.\n</think>\n\nSo:\n"
-        f"<tool_call>{ADD_5_6}</tool_call>\n<tool_call>\n{ADD_NOTE}\n</tool_call>\n",
-        [("reasoning", "Hm."), ("content", "So:"), CALL, LATER],
-    ),
-    (THINKS, "a < b\n</think>\nYes", [("reasoning", "a < b"), ("content", "Yes")]),
-    (THINKS, "never ends", [("reasoning", "never ends")]),
-    (THINKS, f"hm\n</think>\n\n{ON_TAGS}", [("reasoning", "hm"), ("content", ON_TAGS)]),
-    (
-        QWEN,
-        f"ok\n{CODER}{PARAMETERS}{CODER}<parameter=note>\n7 µ\n\n</parameter>\n</function>\n</tool_call>",
-        [("content", "ok"), CALL, LATER],
-    ),
-    (
-        MISTRAL,
-        'hi[TOOL_CALLS]add[ARGS]{"a": 5, "b": 6}[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"note": "7 µ\\n"}',
-        [("content", "hi"), CALL, LATER],
-    ),
-    (
-        HARMONY,
-        HM + 'commentary to=functions.add <|constrain|>json<|message|>{"a": 5, "b": 6}',
-        [("reasoning", "Hm."), CALL],
-    ),
-    (HARMONY, HM + "final<|message|>Yes.", [("reasoning", "Hm."), ("content", "Yes.")]),
-    *(
-        (HARMONY, f'{HM}final{kind}<|message|>{{"n": 4}}', [("reasoning", "Hm."), ("content", '{"n": 4}')])
-        for kind in (" <|constrain|>json", " json", " <|constrain|> application/json")
-    ),
-    (HARMONY, f"{HM}final<|message|>Yes.<|end|>And", [("reasoning", "Hm."), ("content", "Yes.And")]),
-    (
-        ("gemma4", "gemma4", ""),
-        "<|channel>thought\nHm.<channel|>ok<|tool_call>call:add{a:5,b:6}<tool_call|>"
-        '<|tool_call>call:add{note:<|"|>7 µ\n<|"|>}<tool_call|>',
-        [("reasoning", "Hm."), ("content", "ok"), CALL, LATER],
-    ),
-    (
-        GEMMA,
-        '<|tool_call>call:add{x-y:{$a.b c:[{q:1}]},"s":"{t:1,u:\\"v:w"}<tool_call|>',
-        [("tool_calls", {"name": "add", "arguments": {"x-y": {"$a.b c": [{"q": 1}]}, "s": '{t:1,u:"v:w'}})],
-    ),
-    (LLAMA, f"{ADD_5_6}\n\nI {{add}}.", [CALL, ("content", "I {add}.")]),
-]
+
+
+def written():
+    """Yield (formats and the end of the prompt, text, its parts) of each answer in answers.txt."""
+    sections = Path(__file__).with_name("answers.txt").read_text().removesuffix("\n").split("\n== ")
+    for head, _, lines in (section.partition("\n") for section in sections[1:]):
+        names, _, prompt = head.partition(" after ")
+        calls, reasoning = (*names.split(), None)[:2]
+        text, *parts = lines.split("\n>> ")
+        values = [(name, json.loads(value)) for name, value in (part.split(" ", 1) for part in parts)]
+        expected = [
+            (name, value) if isinstance(value, str) else ("tool_calls", {"name": name, "arguments": value})
+            for name, value in values
+        ]
+        formats = calls, reasoning, json.loads(prompt or '""')
+        yield formats, text, expected or [("content", text)]
+
+
+WRITTEN = [*written()]
 
 
 def taken_apart(parser, pieces):

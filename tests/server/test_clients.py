@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from pathlib import Path
 
 import jsonschema
 import openai
@@ -328,26 +329,8 @@ def test_a_call_of_a_strict_tool_fits_its_schema(formatted, script):
 
 # ---- the Responses API as agents use it ----
 
-# What Codex sends, with its tools cut short
-CODEX = {
-    "model": "demo",
-    "instructions": "You are a coding agent.",
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
-    ],
-    "tools": [
-        {"type": "function", "name": "add", "strict": False, "parameters": ADD},
-        {"type": "local_shell"},
-        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
-        {"type": "web_search", "external_web_access": False},
-    ],
-    **{"tool_choice": "auto", "parallel_tool_calls": False, "store": False, "stream": True},
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "0199",
-    "extra_body": {"client_metadata": {"x-codex-installation-id": "0199"}},
-}
+# What Codex sends, with its tools cut short, as the arguments of OpenAI's client
+CODEX = json.loads(Path(__file__).with_name("codex.json").read_text())
 STRICT = """{%- for m in messages %}
 {%- if m.role == 'system' and not loop.first %}{{ raise_exception('one system message') }}{% endif %}
 <|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}

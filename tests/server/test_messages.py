@@ -1,6 +1,7 @@
 """Anthropic's Messages API. Its own client is tried in test_outside_tools.py."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -266,22 +267,12 @@ def test_tools_keep_what_the_chat_api_knows(caplog):
     assert "['web_search_20250305']" in caplog.text
 
 
-def claude_code(number, *more):
-    """Return what Claude Code 2.1.332 sends, with its texts cut short."""
-    kept = {"cache_control": KEPT}
-    billing = f"x-anthropic-billing-header: cc_version=2.1.332; cch={number};"
-    hello = [*text("<system-reminder>Now</system-reminder>"), *text("Hello")]
-    turns = ("user", hello), ("system", text("# Environment", **kept)), *more
-    return {
-        **{"model": "demo", "max_tokens": 32000, "temperature": 0, "stream": True},
-        "system": [*text(billing), *text("You are Claude Code.", **kept), *text("Help.", **kept)],
-        "messages": [{"role": role, "content": content} for role, content in turns],
-        "tools": [TOOL, {**TOOL, "name": "g", "description": "Never call this.", "defer_loading": True}],
-        "thinking": {"type": "adaptive", "display": "omitted"},
-        "output_config": {"effort": "high"},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "metadata": {"user_id": "user_1_account__session_2"},
-    }
+def claude_code(number, *turns):
+    """Return what Claude Code 2.1.332 sends, with its texts cut short, and these turns at the end."""
+    text = Path(__file__).with_name("claude_code.json").read_text().replace("NUMBER", str(number))
+    body = json.loads(text)
+    body["messages"] += [{"role": role, "content": content} for role, content in turns]
+    return body
 
 
 def test_claude_code_s_requests_are_served(url, script):

@@ -6,6 +6,7 @@ They are installed in an environment of their own, which also finds this one's p
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -316,25 +317,6 @@ def test_guidellm(path, run, url, tmp_path):
     assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {8}
 
 
-TASK = """
-task: NAME
-dataset_path: json
-dataset_kwargs: {data_files: {test: FOLDER/sums.jsonl}}
-test_split: test
-doc_to_text: "{{question}}"
-"""
-CHOSEN = """
-output_type: multiple_choice
-doc_to_target: right
-doc_to_choice: choices
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-GENERATED = """
-output_type: generate_until
-doc_to_target: "{{choices[right]}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 24, do_sample: false}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
 LM_EVAL = """
 import sys
 import lm_eval
@@ -356,21 +338,8 @@ assert found == evaluate("local-chat-completions", "chat/completions", ["generat
 """
 
 
-@pytest.fixture
-def tasks(tmp_path):
-    """Write tasks on sums, some of which the model knows: multiple choice, and free answers."""
-    sums = [(3, 4), (27, 58), (40, 41), (12, 99), (5, 6), (123, 456), (8, 9), (7, 7)]
-    lines = []
-    for a, b in sums:
-        choices = [f"{a} + {b} = {a + b}", f"{a} + {b} = {a + b + 10}", "no"]
-        lines.append(json.dumps({"question": f"What is {a} + {b}?", "choices": choices, "right": a % 2}))
-    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
-    for name, rest in (("chosen", CHOSEN), ("generated", GENERATED)):
-        task = TASK.replace("NAME", name).replace("FOLDER", str(tmp_path)) + rest
-        (tmp_path / f"{name}.yaml").write_text(task)
-
-
 @pytest.mark.slow
-def test_lm_eval_gets_the_same_scores_in_both_ways(run, url, tasks, tmp_path):
+def test_lm_eval_gets_the_same_scores_in_both_ways(run, url, tmp_path):
+    shutil.copytree(Path(__file__).with_name("lm_eval"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "evaluate.py").write_text(LM_EVAL)
     run("evaluate.py", url, DEMO)
