@@ -235,26 +235,8 @@ def command(*flags, stdout=subprocess.PIPE, **environment):
         process.communicate()
 
 
-@contextmanager
-def held_command(directory, *flags, **environment):
-    """Run `command`. Requests stop at token 100 until the function that this also yields is called."""
-    held = directory / "held"
-    held.touch()
-    (directory / "hold.py").write_text(HOLD.format(str(held)))
-    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
-    processors = ("--logits-processors", "hold:hold")
-    try:
-        with command(*processors, *flags, PYTHONPATH=path, **environment) as (process, url):
-            yield process, url, held.unlink
-    finally:
-        held.unlink(missing_ok=True)
-
-
-HOLD = """
-import os, time
-
 def hold(token_ids, logits):
-    while len(token_ids) == 99 and os.path.exists({!r}):
+    """Stop requests at token 100 while a file exists. A logits processor for `command`."""
+    while len(token_ids) == 99 and os.path.exists(os.environ["HELD"]):
         time.sleep(0.005)
     return logits
-"""

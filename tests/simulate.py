@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import gc
 import hashlib
+import io
 import json
 import logging
 import random
@@ -26,6 +27,8 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from http.client import HTTPResponse, IncompleteRead
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,31 +249,17 @@ def write(seed: int) -> Script:
 
 def responses(data: bytes) -> Iterator[tuple[int, bytes, bool]]:
     """Yield the responses in what a connection received: status, body, and whether it is complete."""
-    while data:
-        head, found, data = data.partition(b"\r\n\r\n")
-        if not found:
-            yield 0, b"", False
-            return
-        status = int(head[9:12])
-        headers = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
-        body = b""
-        if b"content-length" in headers:
-            length = int(headers[b"content-length"])
-            body, data = data[:length], data[length:]
-            yield status, body, len(body) == length
-            continue
-        is_complete = headers.get(b"transfer-encoding") != b"chunked"
-        while data and not is_complete:
-            line, found, rest = data.partition(b"\r\n")
-            length = int(line or b"0", 16)
-            if not found or len(rest) < length + 2:
-                data = b""
-                break
-            if rest[length : length + 2] != b"\r\n":
-                raise Broken("a chunk's length is wrong")
-            body, data = body + rest[:length], rest[length + 2 :]
-            is_complete = length == 0
-        yield status, body, is_complete
+    file: Any = io.BytesIO(data)
+    file.close = int  # the end of a response does not close it
+    while b"\r\n\r\n" in data[file.tell() :]:
+        found: Any = HTTPResponse(SimpleNamespace(makefile=lambda mode: file))  # type: ignore[arg-type]
+        found.begin()
+        try:
+            yield found.status, found.read(), True
+        except IncompleteRead as error:
+            yield found.status, error.partial, False
+    if file.tell() < len(data):
+        yield 0, b"", False
 
 
 class Client:

@@ -13,7 +13,6 @@ from docs.bugs import ROOT, main, planted, read_page, run
 from tests.test_scheduling_machine import AT_LENGTH
 
 BUGS = read_page()
-by_title = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.number}")
 pytestmark = pytest.mark.usefixtures("at_the_root")
 # A walk that fails is not made shorter here: it only has to fail.
 FIRST_FAILURE = settings(AT_LENGTH, phases=[Phase.generate], report_multiple_bugs=False)
@@ -25,7 +24,7 @@ def test_the_page_numbers_its_bugs_and_names_what_catches_each():
     assert all(bug.diff and bug.run and bug.symptom and bug.tests + bug.ledgers for bug in BUGS)
 
 
-@by_title
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.number}")
 def test_a_run_shows_its_bug_and_prints_what_the_page_says_without_it(bug):
     assert run(bug.run) == ("", "")
     with planted(bug.diff):

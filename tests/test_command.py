@@ -107,7 +107,17 @@ def bare(tmp_path_factory):
         ("trace --ouput x.html", "did you mean 'output'?"),
         ("trace /no/such.jsonl -o x.html", "No such file or directory: '/no/such.jsonl'"),
         ("lab --rat 5 --num-requets 3", "did you mean 'num_requests'?"),
-        ("lab --rate -1", "--rate: the value must be a number in (0, 1000000000000.0], got -1"),
+        ("lab --rate 1,0", "--rate: the value must be a number in (0, 1000000000000.0], got 0"),
+        ("lab --rate x", "could not convert"),
+        ("lab --scheduler-cls fcfs,fastest", "must be fcfs, shortest, "),
+        ("lab --scheduler-cls json:loads", "must be a subclass"),
+        ("lab --max-num-batched-tokens 0", "must be an integer in [1, "),
+        ("lab --prompt 9-3", "LOW must be at most HIGH"),
+        ("lab --cost 1,2", "three numbers"),
+        ("lab --cost 1,-1,1", "three numbers"),
+        ("lab --cost 0,1,1", "the first above 0"),
+        ("lab --trace /nowhere.jsonl", "/nowhere.jsonl"),
+        ("lab --fit model --cost 1,1,1", "not allowed with"),
         ("lab --fit /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
         ("lab --num-requests 5 --num-kv-blocks 1", "leave room for 33"),
         ("lab --plot /no/such.folder/x.png", "No such file or directory: '/no/such.folder/x.png'"),
@@ -116,6 +126,7 @@ def bare(tmp_path_factory):
 def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, bare, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)  # for the tests after it
+    monkeypatch.setattr("nanoengine.lab.simulation.Simulation.step", None)  # nothing runs
     with pytest.raises(SystemExit) as ended:
         main(line.replace("BARE", str(bare)).split())
     (printed,) = capsys.readouterr().err.splitlines()

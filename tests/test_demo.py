@@ -18,10 +18,6 @@ TASKS = {name: getattr(train, f"ask_{name}") for name in ("sum", "count", "backw
 TASKS["passage"] = lambda rng: train.ask_passage(rng, 20)
 
 
-def conversation(question: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}]
-
-
 @pytest.fixture(scope="module")
 def llm():
     with LLM(str(DEMO), num_kv_blocks=200) as llm:
@@ -33,7 +29,8 @@ def test_answers_are_right_in_8_bits():
     rng = random.Random(999)
     asked = [ask(rng) for ask in TASKS.values() for _ in range(10)]
     with LLM(str(DEMO), num_kv_blocks=400, quantization="int8", activations="int8") as llm:
-        outputs = llm.chat([conversation(question) for question, _ in asked], GREEDY, use_tqdm=False)
+        chats = [[{"role": "user", "content": question}] for question, _ in asked]
+        outputs = llm.chat(chats, GREEDY, use_tqdm=False)
     right = [out.outputs[0].text == answer for out, (_, answer) in zip(outputs, asked, strict=True)]
     assert sum(right) >= 48
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sybil import Sybil
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
+from sybil.parsers.markdown import PythonCodeBlockParser
 from transformers import AutoModelForCausalLM
 
 import docs
@@ -43,19 +43,12 @@ BUILT = DOCS / "run.html", DOCS / "live.html"  # by commands that docs/README.md
 COURSE = [DOCS / "README.md", DOCS / "glossary.md", DOCS / "bugs.md", ARTICLE, *LESSONS]
 PAGES = [*READMES, *COURSE, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
 
 
 def run(page: Path) -> None:
     """Run a page's Python as one session; AssertionError where it prints something else."""
     for example in Sybil([PythonCodeBlockParser()]).parse(page).examples():
         example.evaluate()
-
-
-def code_blocks(page: Path) -> list[str]:
-    """Return the Python of a page."""
-    parser = CodeBlockParser(language="python", evaluator=lambda example: None)
-    return [example.parsed for example in Sybil([parser]).parse(page).examples()]
 
 
 RUN = [path for path in (*LESSONS, REGIONS) if path not in (KERNEL, READABLE_GPU)]
@@ -111,7 +104,8 @@ def test_the_kernel_is_the_code_of_its_lesson():
 
 
 def test_the_engine_of_the_first_three_lessons_has_less_than_a_hundred_lines():
-    taught = [block for page in LESSONS[:4] for block in code_blocks(page) if ">>>" not in block]
+    text = "".join(lesson.read_text() for lesson in LESSONS[:4])
+    taught = re.findall(r"^```python\n(?!>>>)(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert 80 < len([line for block in taught for line in block.splitlines() if line]) < 100
 
 
@@ -187,7 +181,7 @@ def test_links_of_a_page_exist(page):
         operator.attrgetter(symbol)(importlib.import_module(module.replace("/", ".")))
 
 
-@each_lesson
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
 def test_a_lesson_has_code_pointers_an_exercise_with_its_answer_and_three_questions(lesson):
     text, questions = lesson.read_text().split("\n</details>\n\n## Three questions\n\n")
     one = r"{}\. [^<]+\? <details><summary>Answer</summary>\s[^<]+ </details>\n"
@@ -229,10 +223,13 @@ def test_readme_is_one_page_and_its_first_screen_has_two_commands_a_real_model_a
     assert "git clone" not in first_screen
 
 
-def test_readme_shows_a_step_as_engine_py_does():
-    step = re.findall(r"^```\n(batch +=.*?)^```$", READMES[0].read_text(), re.MULTILINE | re.DOTALL)
-    assert len(step) == 1
-    assert textwrap.indent(step[0], "    ") in (PACKAGE / "engine.py").read_text()
+@pytest.mark.parametrize(
+    ("page", "first", "source"),
+    [(READMES[0], "batch +=", "engine.py"), (DOCS / "guide" / "how-it-works.md", "chunks =", "nano.py")],
+)
+def test_a_page_shows_a_step_as_its_source_does(page, first, source):
+    (step,) = re.findall(rf"^```\n({first}.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(step, "    ") in (PACKAGE / source).read_text()
 
 
 def test_the_chinese_readme_has_the_code_the_links_and_the_numbers_of_the_other():

@@ -338,10 +338,6 @@ def test_chat_renders_the_template_once(alphabet):
     assert (one[0].prompt, one[0].outputs[0].text) == ("ac", "de")
     two = alphabet.chat([chat, [{"role": "user", "content": "b"}]], params, **kwargs)
     assert [out.outputs[0].text for out in two] == ["bc", "cd"]
-    with pytest.raises(ValueError, match="messages must be"):
-        alphabet.chat([], params, **kwargs)
-    with pytest.raises(ValueError, match="each of messages"):
-        alphabet.chat([{"content": "a"}], params, **kwargs)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

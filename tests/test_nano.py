@@ -25,7 +25,6 @@ from tests.backends.test_fake_cuda import cuda_guard  # noqa: F401  a fixture
 from tests.helpers import DEMO, check_greedy, checkpoint, edit_config, failing_calls, random_prompts, slow
 
 SOURCE = Path(nano.__file__)
-ROOT = SOURCE.parent.parent
 PROMPTS = random_prompts([1, 3, 4, 5, 8, 9, 17, 30])
 PROMPTS += [PROMPTS[-1], PROMPTS[-1][:16], [*PROMPTS[-1][:8], 5]]  # equal, a prefix, and another end
 SETTINGS = {
@@ -413,10 +412,3 @@ def test_a_copy_of_the_file_without_the_bundled_model_asks_for_one(tmp_path, mon
     with pytest.raises(SystemExit):
         run(monkeypatch, "Hi", source=copy)
     assert "--model" in capsys.readouterr().err
-
-
-def test_the_guide_shows_a_step_as_the_file_does():
-    page = (ROOT / "docs" / "guide" / "how-it-works.md").read_text()
-    shown = re.search(r"^```\n(chunks =.*?)^```$", page, re.M | re.S)
-    assert shown
-    assert all(f"    {line}" in SOURCE.read_text() for line in shown[1].splitlines())

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from nanoengine.detokenizer import Detokenizer, TokenTexts
 from nanoengine.sampling_params import SamplingParams
@@ -15,16 +15,9 @@ TEXT = "The quick brown fox jumps over the lazy dog — café, naïve, 日本語
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     """Return a byte-level BPE with tokens of several characters and of parts of characters."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    settings: dict = {"vocab_size": 300, "special_tokens": ["<eos>"], "show_progress": False}
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
-    tokenizer.train_from_iterator([TEXT], trainer)
-    return tokenizer
+    return byte_tokenizer().train_new_from_iterator([TEXT], 300, show_progress=False).backend_tokenizer
 
 
 def fed(tokenizer, token_ids, prompt_ids=(), **params):

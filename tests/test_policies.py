@@ -17,7 +17,7 @@ from nanoengine.engine import Scheduler
 from nanoengine.extensions.speculative_decoding import DraftingScheduler
 from nanoengine.lab.policies.names import POLICIES
 from nanoengine.lab.policies.priority import PreemptivePriority
-from tests.helpers import DEMO, finish
+from tests.helpers import DEMO, tokens_of
 from tests.model_table import small_config
 from tests.test_scheduling_machine import IN_SECONDS, ExtendedMachine
 from tests.worlds import World
@@ -32,9 +32,8 @@ SMALL = {"num_kv_blocks": 7, "block_size": 8}  # each needs a third block in the
 
 def answers(llm, lengths):
     """Return the token ids of requests for these numbers of tokens."""
-    for i, length in enumerate(lengths):
-        llm.add_request(str(i), [5 + i], SamplingParams(max_tokens=length, **GREEDY))
-    return {name: output.outputs[0].token_ids for name, output in finish(llm).items()}
+    params = [SamplingParams(max_tokens=length, **GREEDY) for length in lengths]
+    return tokens_of(llm.generate([[5 + i] for i in range(len(lengths))], params, use_tqdm=False))
 
 
 @pytest.fixture(scope="module")

@@ -376,33 +376,29 @@ def test_prompt_that_fits_is_never_rejected(which, unit, num, max_model_len):
             assert len(token_ids) > max_model_len - 1
 
 
+@pytest.fixture
+def tokenized(monkeypatch):
+    """Return a list that grows by each text that is tokenized."""
+    texts, encode = [], PreTrainedTokenizerFast._encode_plus
+    noted = lambda self, text, **named: texts.append(text) or encode(self, text, **named)  # noqa: E731
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", noted)
+    return texts
+
+
 @pytest.mark.parametrize("beginning", ["", " " * 2**18])
-def test_prompt_of_megabytes_is_rejected_before_it_is_tokenized(beginning, demo, monkeypatch):
-    num_chars = 0
-    encode = PreTrainedTokenizerFast._encode_plus
-
-    def counting(self, text, *arguments, **settings):
-        nonlocal num_chars
-        num_chars += len(text)
-        return encode(self, text, *arguments, **settings)
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting)
+def test_prompt_of_megabytes_is_rejected_before_it_is_tokenized(beginning, demo, tokenized):
     text = beginning + "a b c " * 2**20
     for ask in (demo.generate, lambda text: demo.chat([{"role": "user", "content": text}])):
-        num_chars = 0
+        tokenized.clear()
         with pytest.raises(ValueError, match=r"prompt has \d+ characters, which is too many tokens for"):
             ask(text)
-        assert num_chars < len(beginning) + 2**16
+        assert sum(map(len, tokenized)) < len(beginning) + 2**16
 
 
-def test_text_of_usual_length_is_tokenized_once(monkeypatch):
-    calls = []
-    encode = PreTrainedTokenizerFast._encode_plus
-    noted = lambda self, text, **named: calls.append(text) or encode(self, text, **named)  # noqa: E731
-    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", noted)
+def test_text_of_usual_length_is_tokenized_once(tokenized):
     tokenizer, text = TOKENIZERS["bytes"], "ab" * 2**16
     assert len(checker_of(tokenizer, 2**15).encode(text)) == 2**16
-    assert calls == [text]
+    assert tokenized == [text]
 
 
 SLOWER = [pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", *SENTENCEPIECE) if x != "first"]

@@ -365,28 +365,6 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatc
     assert measured.busy_seconds > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rate", "1,0"], "must be a number in (0, "),
-        (["--rate", "x"], "could not convert"),
-        (["--scheduler-cls", "fcfs,fastest"], "must be fcfs, shortest, "),
-        (["--scheduler-cls", "json:loads"], "must be a subclass"),
-        (["--max-num-batched-tokens", "0"], "must be an integer in [1, "),
-        (["--prompt", "9-3"], "LOW must be at most HIGH"),
-        *((["--cost", cost], "three numbers") for cost in ("1,2", "1,-1,1")),
-        (["--cost", "0,1,1"], "the first above 0"),
-        (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["--fit", "model", "--cost", "1,1,1"], "not allowed with"),
-    ],
-)
-def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(lab_command, "simulate", None)
-    with pytest.raises(SystemExit):
-        lab_command.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_the_command_compares_policies_in_one_table(run_lab):
     flags = "--agent-sessions 9 --length-factor 0.1 --cost 0.1,0.001,0 --num-kv-blocks 60 --max-num-seqs 2"
     printed = run_lab(*flags.split(), "--scheduler-cls", ",".join(POLICIES)).out

@@ -33,8 +33,8 @@ from tests.helpers import DEMO
 from tests.serving import (
     COMMON,
     TIMEOUT,
+    command,
     connected,
-    held_command,
     held_steps,
     http,
     is_empty,
@@ -46,6 +46,7 @@ from tests.serving import (
     wait_until,
 )
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = {"num_kv_blocks": 200, "max_num_seqs": 16}
 QUESTION = [{"role": "user", "content": "What is 27 + 58?"}]
 PROMPTS = ["The brave sailor found", "2 3 5 7 11", "Spell the word attention backwards.", "zzz"]
@@ -97,9 +98,9 @@ def test_every_kind_of_prompt_gets_the_offline_answer(kind, client, llm):
         prompt = prompt if kind == "several ids" else prompt[0]
     asked = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 12}
     answer = client.completions.create(**asked, extra_body=WITH_IDS)
-    assert [choice.text for choice in answer.choices] == [output.outputs[0].text for output in expected]
-    assert [choice.token_ids for choice in answer.choices] == [out.outputs[0].token_ids for out in expected]
-    assert [c.finish_reason for c in answer.choices] == [out.outputs[0].finish_reason for out in expected]
+    for choice, output in zip(answer.choices, expected, strict=True):
+        for name in ("text", "token_ids", "finish_reason"):
+            assert getattr(choice, name) == getattr(output.outputs[0], name)
     assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in expected)
     assert answer.usage.completion_tokens == sum(len(output.outputs[0].token_ids) for output in expected)
     assert (answer.object, answer.model) == ("text_completion", "demo")
@@ -204,7 +205,7 @@ def test_a_second_question_with_the_same_beginning_reports_cached_tokens(client)
 
 
 def test_the_guide_s_examples_print_what_it_shows(url):
-    section = (Path(__file__).parents[2] / "docs" / "guide" / "serving.md").read_text()
+    section = (ROOT / "docs" / "guide" / "serving.md").read_text()
     _, curl, answer, script, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
 
     def run(*command):
@@ -232,10 +233,9 @@ def test_an_echo_shows_the_prompt_and_its_logprobs_before_the_answer(stream, cli
     asked = {"prompt": PROMPTS[1], "temperature": 0, "max_tokens": 4, "logprobs": 3, "echo": True}
     answer = client.completions.create(model="demo", **asked, stream=stream)
     choices = [piece.choices[0] for piece in answer] if stream else answer.choices
-    tokens = [token for choice in choices for token in choice.logprobs.tokens]
-    values = [value for choice in choices for value in choice.logprobs.token_logprobs]
-    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
-    tops = [top for choice in choices for top in choice.logprobs.top_logprobs]
+    names = "tokens", "token_logprobs", "text_offset", "top_logprobs"
+    lists = ([one for choice in choices for one in getattr(choice.logprobs, name)] for name in names)
+    tokens, values, offsets, tops = lists
     assert "".join(choice.text for choice in choices) == PROMPTS[1] + expected.outputs[0].text
     ids = expected.prompt_token_ids
     theirs = [entry[i].logprob for entry, i in zip(expected.prompt_logprobs[1:], ids[1:], strict=True)]
@@ -799,15 +799,14 @@ LONG = {"prompt": "a b c", "max_tokens": 120, "ignore_eos": True, "temperature":
 def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(llm, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     expected = llm.generate("a b c", params, use_tqdm=False)[0].outputs[0].token_ids
-    flags = ("--served-model-name", "demo", "--drain-seconds", str(TIMEOUT))
-    with held_command(tmp_path, *flags, NANOENGINE_API_KEY="k") as (process, url, release):
-        curl = ["curl", "-sS", "-H", "Authorization: Bearer k", "-H", "Content-Type: application/json"]
-        asked = json.dumps({"model": "demo", "messages": QUESTION, "temperature": 0})
-        printed = subprocess.check_output([*curl, f"{url}/v1/chat/completions", "-d", asked], text=True)
-        assert json.loads(printed)["choices"][0]["message"]["content"] == "27 + 58 = 85"
+    flags = ["--served-model-name", "demo", "--drain-seconds", str(TIMEOUT)]
+    flags += ["--logits-processors", "tests.serving:hold"]
+    asked = {"model": "demo", **LONG, **WITH_IDS}
+    (held := tmp_path / "held").touch()
+    with command(*flags, NANOENGINE_API_KEY="k", HELD=str(held), PYTHONPATH=str(ROOT)) as (process, url):
         with (
             httpx.Client(headers={"Authorization": "Bearer k"}, timeout=TIMEOUT) as client,
-            client.stream("POST", f"{url}/v1/completions", json={**LONG, **WITH_IDS}) as answer,
+            client.stream("POST", f"{url}/v1/completions", json=asked) as answer,
         ):
             pieces = stream_lines(answer)
             tokens = next(pieces)["choices"][0]["token_ids"]
@@ -815,13 +814,13 @@ def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(l
             wait_until(lambda: client.get(f"{url}/health").status_code == 503)
             refused = client.post(f"{url}/v1/completions", json={"prompt": "a"})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            release()
+            held.unlink()
             for piece in pieces:
                 tokens += piece["choices"][0]["token_ids"]
         assert tokens == expected
         assert process.wait(TIMEOUT) == 0
         lines = [json.loads(line) for line in process.stdout]
-        assert [line["status"] for line in lines if line["path"].startswith("/v1")] == [200, 503, 200]
+        assert [line["status"] for line in lines if line["path"].startswith("/v1")] == [503, 200]
 
 
 def test_the_command_prepares_its_process_and_ends_with_130_after_ctrl_c(monkeypatch):
