@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,32 +22,6 @@ from tests.viewer.test_viewer import CLIPPED, text_of
 
 SCENES = json.loads(viewer.PAGE.joinpath("words.json").read_text())["scenes"]
 FIELDS = "changes", "block_tables", "num_free_blocks", "num_running", "num_waiting", "texts"
-# Reads JSON from the standard input, and writes what an expression makes of it.
-SCRIPT = """
-const {model: packed, data} = JSON.parse(require("fs").readFileSync(0));
-(async () => {
-  const model = packed && await unpackModel(packed);
-  console.log(JSON.stringify(EXPRESSION));
-})();
-function runAll({settings, arrivals, aborts}, model) {
-  const engine = new Engine(model, settings), events = [];
-  for (let step = 1; step <= arrivals.at(-1)[0] || engine.scheduler.isBusy; step++) {
-    for (const [seq, [arrival, text, params]] of arrivals.entries()) if (arrival === step)
-      engine.scheduler.add({seq, request: String(seq), token_ids: model.tokenizer.encode(text),
-        stop_ids: packed.stop_ids, ...params, seed: seedOf(params.seed)});
-    for (const [when, seq] of aborts) if (when === step) engine.scheduler.finish(seq, "abort");
-    const event = engine.step();
-    if (event) events.push({...event, inside: {inputs: event.inside.inputs}});
-  }
-  return events;
-}
-function logitsOf({settings, prompt}, model) {
-  const engine = new Engine(model, settings), token_ids = model.tokenizer.encode(prompt), steps = [];
-  engine.scheduler.add({seq: 0, priority: 0, token_ids, max_tokens: 20, temperature: 0});
-  while (engine.scheduler.isBusy) steps.push(engine.step());
-  return steps.slice(-20).map(step => [...step.inside.seqs[0].logits]);
-}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +33,9 @@ def node(expression: str, data: Any, model: Any = None) -> Any:
     """Evaluate an expression of the page's code."""
     if shutil.which("node") is None:
         pytest.skip("needs Node")
-    code = "".join(viewer.PAGE.joinpath(name).read_text() for name in ("engine.js", "model.js"))
-    command = ["node", "-e", code + SCRIPT.replace("EXPRESSION", expression)]
+    files = *(viewer.PAGE / name for name in ("engine.js", "model.js")), Path(__file__).with_name("node.js")
+    code = "".join(file.read_text() for file in files)
+    command = ["node", "-e", code, expression]
     given = json.dumps({"model": model, "data": data})
     result = subprocess.run(command, input=given, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-2000:]
