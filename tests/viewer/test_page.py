@@ -18,7 +18,7 @@ from nanoengine.viewer import trace_page as viewer
 from tests.browser import seen_at
 from tests.helpers import DEMO, change_tensors, slow
 from tests.serving import wait_until
-from tests.viewer.test_viewer import CLIPPED, text_of
+from tests.viewer.test_viewer import probe, text_of
 
 SCENES = json.loads(viewer.PAGE.joinpath("words.json").read_text())["scenes"]
 FIELDS = "changes", "block_tables", "num_free_blocks", "num_running", "num_waiting", "texts"
@@ -175,10 +175,6 @@ STEP_TO_THE_END = """
         done(steps.map(({inside, ...step}) => ({...step, inside: {inputs: inside.inputs}})));
     })();
 """
-CONTROLS = """
-    const all = [...document.querySelectorAll("button, input, select, [role=img]")];
-    return all.filter(one => one.checkVisibility());
-"""
 
 
 @pytest.mark.slow
@@ -203,9 +199,9 @@ def test_a_scene_in_a_browser_takes_the_steps_of_the_engine(name, page, rounded)
     for width, scheme in (1280, "light"), (390, "dark"):
         with seen_at(browser, width, scheme):
             browser.execute_script(f"{watched} cells[1].cell.focus()")
-            assert browser.execute_script(CLIPPED) == [], width
+            assert probe(browser, "clippedTexts") == [], width
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-            unnamed = {*browser.execute_script(CONTROLS)} - named
+            unnamed = {*probe(browser, "visibleControls")} - named
             assert unnamed or named
             assert all(control.accessible_name for control in unnamed)
             named |= unnamed

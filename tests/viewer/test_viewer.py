@@ -89,22 +89,12 @@ def open_page(browser, tmp_path):
     browser.get("about:blank")
 
 
-# Find the texts on the page that are larger than their box, and so cut off. The receipt may scroll.
-CLIPPED = """
-    return [...document.querySelectorAll("body *")].filter(one =>
-        one.clientWidth && one.textContent.trim()
-        && !["SELECT", "OPTION", "SCRIPT", "PRE"].includes(one.tagName)
-        && (one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1)
-    ).map(one => `${one.tagName} ${one.id} ${one.className}: ${one.textContent.slice(0, 80)}`);
-"""
-# Those of some elements that are not wholly on the screen.
-OFF_SCREEN = """
-    return [...document.querySelectorAll(arguments[0])].filter(one => {
-        const {top, bottom, left, right, height} = one.getBoundingClientRect();
-        const header = document.querySelector("header").getBoundingClientRect().bottom;
-        return !height || top < header - 1 || left < 0 || right > innerWidth || bottom > innerHeight;
-    }).map(one => one.id || one.className + one.textContent);
-"""
+PROBES = Path(__file__).with_name("probes.js").read_text()
+
+
+def probe(browser, function: str, *arguments) -> Any:
+    """Call a function of probes.js in the page. Returns what it returns."""
+    return browser.execute_script(f"{PROBES}\nreturn {function}(...arguments)", *arguments)
 
 
 def press(browser, key: str) -> None:
@@ -303,25 +293,7 @@ def test_the_page_shows_the_engine_s_state_at_any_step_it_jumps_to(open_page, wi
     assert scheduler.num_preemptions > 20
     browser = open_page(events)
     order = random.Random(1).sample(range(len(expected)), 60) + list(range(100, 160))
-    shown = browser.execute_script(
-        """
-        return arguments[0].map(index => {
-            show(index);
-            const running = state.queue("running");
-            return [
-                state.blocks.map(one => one.refs.length),
-                running.map(one => [one.seq, one.tables]),
-                running.map(one => one.computed),
-                state.queue("waiting").map(one => one.seq),
-                [...state.empty],
-                [...state.evictable],
-                [state.preemptions, state.hitTokens, state.queryTokens],
-            ];
-        });
-        """,
-        order,
-    )
-    for index, of_page in zip(order, shown, strict=True):
+    for index, of_page in zip(order, probe(browser, "statesAfter", order), strict=True):
         assert of_page == expected[index], f"after step {index + 1}"
 
 
@@ -330,17 +302,7 @@ def test_five_thousand_steps_stay_responsive(open_page):
     events = random_run(make_scheduler(128, block_size=8, max_num_seqs=24, max_num_batched_tokens=64), 5000)
     browser = open_page(events)
     assert text_of(browser, "of") == f"of {len(events) - 1}"
-    forward, jump = browser.execute_script("""
-        const median = all => all.sort((a, b) => a - b)[Math.floor(all.length / 2)];
-        const time = indices => median(indices.map(i => {
-            const began = performance.now();
-            show(i);
-            document.body.offsetHeight;  // layout too
-            return performance.now() - began;
-        }));
-        const forward = time(Array.from({length: 100}, (_, i) => 2000 + i));
-        return [forward, time(Array.from({length: 60}, (_, i) => (i * 1867) % 5000))];
-    """)
+    forward, jump = probe(browser, "timesOfSteps")
     print(f"5000 steps: {forward:.1f} ms a step forward, {jump:.1f} ms a jump, medians")
     assert forward < 150, "on an idle machine a tenth of it"
     assert jump < 400
@@ -450,15 +412,15 @@ def open_recorded(browser, page: Path) -> None:
 def test_the_tour_shows_each_sentence_together_with_its_blocks(browser, recorded_page, width, scheme):
     with seen_at(browser, width, scheme):
         open_recorded(browser, recorded_page)
-        assert browser.execute_script(CLIPPED) == []
-        assert browser.execute_script(OFF_SCREEN, "#intro, #begin") == []
+        assert probe(browser, "clippedTexts") == []
+        assert probe(browser, "offScreen", "#intro, #begin") == []
         browser.find_element(By.ID, "begin").click()
         titles, texts = [], set()
         while browser.find_element(By.ID, "tour").is_displayed():
             titles.append(text_of(browser, "tour-title"))
             texts.add(text_of(browser, "tour-text"))
-            assert browser.execute_script(OFF_SCREEN, "#tour, #tour-next, .spoken") == [], titles[-1]
-            assert browser.execute_script(CLIPPED) == [], titles[-1]
+            assert probe(browser, "offScreen", "#tour, #tour-next, .spoken") == [], titles[-1]
+            assert probe(browser, "clippedTexts") == [], titles[-1]
             assert browser.find_elements(By.CSS_SELECTOR, ".spoken") or titles[-1] == "The end"
             lesson = browser.find_element(By.CSS_SELECTOR, "#tour-lesson a").get_attribute("href")
             assert (ROOT / "docs" / lesson.rsplit("/", 1)[1]).exists()
@@ -475,5 +437,5 @@ def test_each_step_shows_its_text_together_with_the_blocks(browser, recorded_pag
         browser.find_element(By.ID, "close-intro").click()
         for step in range(browser.execute_script("return last")):
             browser.execute_script("show(arguments[0]); pinned = 1; drawDetail(1)", step)
-            assert browser.execute_script(CLIPPED) == [], step + 1
-            assert browser.execute_script(OFF_SCREEN, "#pool, #pool [data-did], #headline") == [], step + 1
+            assert probe(browser, "clippedTexts") == [], step + 1
+            assert probe(browser, "offScreen", "#pool, #pool [data-did], #headline") == [], step + 1
