@@ -165,12 +165,12 @@ SETTINGS = [
 
 def walk(path, fields, prompt_lengths=None, **settings):
     """Run prompts at once, in chunks and beside decodes, decodes in graphs and not, pending tokens."""
-    sizes = {"num_kv_blocks": 40, "max_num_batched_tokens": 128, "max_num_seqs": 10, "max_logprobs": -1}
-    with LLM(path, dtype="bfloat16", device="cuda", **{**sizes, **settings}) as llm:
-        params = [SamplingParams(max_tokens=4, ignore_eos=True, **f) for f in fields]
-        prompts = random_prompts(prompt_lengths or [1 + 37 * i % 100 for i in range(len(fields))])
+    prompts = random_prompts(prompt_lengths or [1 + 37 * i % 50 for i in range(len(fields))])
+    sizes = {"num_kv_blocks": 40, "max_num_batched_tokens": 128, "max_logprobs": -1, **settings}
+    with LLM(path, dtype="bfloat16", device="cuda", max_num_seqs=min(10, 2 * len(fields)), **sizes) as llm:
+        params = [SamplingParams(max_tokens=3, ignore_eos=True, **f) for f in fields]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert all(len(sample.token_ids) == 4 for out in outputs for sample in out.outputs)
+        assert all(len(sample.token_ids) == 3 for out in outputs for sample in out.outputs)
         return llm.llm_engine.describe()
 
 

@@ -232,11 +232,11 @@ def write(path, stated, writer, model=None, pattern=PROJECTION):
     return model
 
 
-def check_equal(model, path, dtype="float32", max_tokens=12, **settings):
+def check_equal(model, path, dtype="float32", **settings):
     """Compare tokens and a prompt's logprobs with transformers'. Return the bits of the quantized layers."""
     prompts = helpers.random_prompts([3, 17, 40])
     with LLM(str(path), num_kv_blocks=40, dtype=dtype, **settings) as llm:
-        outputs = ask(llm, prompts, max_tokens=max_tokens, prompt_logprobs=0)
+        outputs = ask(llm, prompts, max_tokens=4, prompt_logprobs=0)
         layers = [getattr(module, "form", None) for module in llm.llm_engine.runner.model.modules()]
     for prompt, output in zip(prompts, outputs, strict=True):
         theirs = helpers.logprobs_of(model, prompt)[range(len(prompt) - 1), prompt[1:]]
@@ -244,7 +244,7 @@ def check_equal(model, path, dtype="float32", max_tokens=12, **settings):
         ours = torch.tensor(helpers.prompt_logprobs(output))
         assert ours == pytest.approx(theirs, abs=tolerance, rel=1e-4)
         if dtype == "float32":
-            helpers.check_greedy(model, [prompt], max_tokens, helpers.tokens_of([output]))
+            helpers.check_greedy(model, [prompt], 4, helpers.tokens_of([output]))
     return {form.bits for form in layers if form is not None} - {0}
 
 

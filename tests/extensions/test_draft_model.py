@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("exact_kernels")  # rounding may not decide
 WORDS = ("é", "日本", " the")
 SLOW = pytest.mark.slow
 # Settings and the number of requests
-CASES = [("with preemption", 12), *(pytest.param(name, 30, marks=SLOW) for name in VARIED_SETTINGS)]
+CASES = [("with preemption", 8), *(pytest.param(name, 30, marks=SLOW) for name in VARIED_SETTINGS)]
 
 
 def talker(path: Path, noise: float = 0.0, vocab_size: int = 260, words: tuple[str, ...] = WORDS) -> Path:
