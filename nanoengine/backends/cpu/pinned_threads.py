@@ -119,10 +119,10 @@ def _read(file: Path, default: str) -> str:
         return default
 
 
+@functools.cache  # an engine in a large process would wait 2 ms for the list of what is mapped
 def _loaded_openmp() -> ctypes.CDLL | None:
     """Return the OpenMP library that PyTorch loaded, if it has GCC's entry point. LLVM's has it too."""
     torch.get_num_threads()
-    maps = Path("/proc/self/maps")
-    paths = re.findall(r"/.*/lib(?:gomp|iomp5|omp)\b\S*\.so\S*", maps.read_text()) if maps.exists() else []
+    paths = re.findall(r"/.*/lib(?:gomp|iomp5|omp)\b\S*\.so\S*", _read(Path("/proc/self/maps"), ""))
     library = ctypes.CDLL(paths[0]) if paths else None
     return library if hasattr(library, "GOMP_parallel") else None
