@@ -17,7 +17,7 @@ import torch
 
 from nanoengine.assembly_types import Loaded, Opened, Started
 from nanoengine.backends.device import Decodes, Device, Forward
-from nanoengine.backends.kv_cache import KVGroup, group_layers
+from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.backends.quantization import Target
 from nanoengine.checkpoints.checkpoint import open_checkpoint, resolve_dtype
 from nanoengine.config import FILE_FORMATS, EngineConfig, find_named
@@ -156,8 +156,11 @@ def load(opened: Opened, ranks: "Ranks | None", is_draft: bool) -> tuple["Decode
 
             if isinstance(model, HFModel):
                 make_exact(model)
-    # A draft model has one block table per sequence.
-    groups = [KVGroup([*range(len(specs))], None)] if is_draft else group_layers(specs, length)
+    groups = [KVGroup([*range(len(specs))], None)]
+    if {spec.window for spec in specs} != {None} and not is_draft:  # a draft model has one group
+        from nanoengine.extensions.sliding_windows import group_layers
+
+        groups = group_layers(specs, length)
     states, block_size = getattr(model, "states", None), config.block_size or device.block_size
     loaded = Loaded(
         *(dtype, digest, specs, groups),

@@ -29,7 +29,7 @@ import torch
 
 from nanoengine.assembly_types import Loaded, Opened, Started
 from nanoengine.backends.device import Attention, Device, Download
-from nanoengine.backends.kv_cache import KVSpec, group_layers
+from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.backends.paged_attention import TorchAttention
 from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.config import EngineConfig
@@ -339,7 +339,7 @@ def start_chain(loop: Any, opened: Opened, before_forward: Any) -> Started:
         model, device, attention, sample, size, sampling_rows=rows, before_forward=before_forward
     )
     loaded = Loaded(
-        *(torch.float32, b"", specs, group_layers(specs, 1 << 20), 0, size, opened.max_model_len, 1, budget),
+        *(torch.float32, b"", specs, [KVGroup([0], None)], 0, size, opened.max_model_len, 1, budget),
         max_num_chunks=config.max_num_seqs * (1 + config.num_speculative_tokens),
     )
     return Started(opened, runner, loaded, config.num_kv_blocks, num_state_slots=0, memory="")

@@ -1,9 +1,8 @@
-"""The KV cache's memory: what each layer stores, which layers share blocks, and how it is allocated.
+"""The KV cache's memory: what each layer stores, and how it is allocated.
 
 Shape letters: B block_size, K key/value heads, D head_dim (D' for the values, if different).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,41 +33,6 @@ class KVGroup(NamedTuple):
 
     layers: list[int]
     window: int | None  # the widest window of its layers: blocks before it can be freed. None: no window
-
-
-def group_layers(specs: Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
-    """Divide layers by window into groups of equal size: full attention first, the smallest window last.
-
-    The i-th layers of all groups store K and V in the same memory, so any group can use any block. This
-    requires that all layers have the same shape. Otherwise there is one group, with the widest window.
-    The group size is the one that wastes the least memory.
-
-    Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
-
-    >>> spec = KVSpec(1, 8, 8, torch.float32)
-    >>> group_layers([spec._replace(window=w) for w in (16, 16, None, 16, 16, None)], max_model_len=100)
-    ... # doctest: +NORMALIZE_WHITESPACE
-    [KVGroup(layers=[2, 5], window=None),
-     KVGroup(layers=[0, 1], window=16), KVGroup(layers=[3, 4], window=16)]
-    """
-    if not specs:  # blocks are still counted but take no memory, like those of layers that see one token
-        return [KVGroup([], 1)]
-    kinds: dict[float, list[int]] = {}  # window -> layers
-    for layer, spec in enumerate(specs):
-        is_whole = spec.window is None or spec.window >= max_model_len
-        kinds.setdefault(math.inf if is_whole or spec.window is None else spec.window, []).append(layer)
-    size = len(specs)
-    if len({spec._replace(window=None) for spec in specs}) == 1:
-        counts = [len(layers) for layers in kinds.values()]
-        num_layers = {n: n * sum(-(-count // n) for count in counts) for n in range(1, max(counts) + 1)}
-        size = min(range(min(counts), max(counts) + 1), key=lambda n: (num_layers[n], -n))
-    else:
-        kinds = {max(kinds): list(range(len(specs)))}
-    return [
-        KVGroup(layers[i : i + size], None if window == math.inf else int(window))
-        for window, layers in sorted(kinds.items(), reverse=True)
-        for i in range(0, len(layers), size)
-    ]
 
 
 @dataclass(slots=True)

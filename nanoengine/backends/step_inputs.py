@@ -17,8 +17,8 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 class AttentionMetadata(NamedTuple, Generic[Array]):
     """Describes a flat batch: everything an attention backend needs besides q, k and v.
 
-    With several groups of layers (`kv_cache.group_layers`), block_tables and slot_mapping have an extra first
-    dimension, the group. A backend then gets the metadata of one group.
+    With several groups of layers (extensions/sliding_windows.py), block_tables and slot_mapping have the
+    group as an extra first dimension. A backend then gets the metadata of one group.
     """
 
     slot_mapping: Array  # (T,) int64  cache slot that receives each token's K and V; < B: discard

@@ -1,6 +1,6 @@
 """Sliding windows: layers that see only the last tokens of a sequence, and free the blocks before the window.
 
-Layers with the same window, or with none, form a group (`kv_cache.group_layers`), and a sequence has a block
+Layers with the same window, or with none, form a group (`group_layers`), and a sequence has a block
 table for each group. The first is `Sequence.block_table`; the others are in
 `WindowedBlockManager.more_tables`. All groups take blocks from one pool. On the device, block tables and
 slots have the group as an extra first dimension, and each layer uses those of its group
@@ -11,6 +11,7 @@ Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hy
 
 import bisect
 import itertools
+import math
 import sys
 from collections import abc
 from functools import partial
@@ -19,11 +20,45 @@ from typing import Any
 import numpy as np
 
 from nanoengine.backends.device import Attention
+from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.backends.paged_attention import GroupedAttention
 from nanoengine.backends.step_inputs import ModelInputs, map_slots, pad_tables
 from nanoengine.engine import Block, BlockManager, ModelRunner, Prefix, ScheduledBatch, Sequence
 
 MoreTables = dict[Sequence, list[list[int]]]  # block tables of the groups after the first
+
+
+def group_layers(specs: abc.Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
+    """Divide layers by window into groups of equal size: full attention first, the smallest window last.
+
+    The i-th layers of all groups store K and V in the same memory, so any group can use any block. This
+    requires that all layers have the same shape. Otherwise there is one group, with the widest window.
+    The group size is the one that wastes the least memory.
+
+    >>> import torch
+    >>> specs = [KVSpec(1, 8, 8, torch.float32, window) for window in (16, 16, None, 16, 16, None)]
+    >>> group_layers(specs, max_model_len=100)  # doctest: +NORMALIZE_WHITESPACE
+    [KVGroup(layers=[2, 5], window=None),
+     KVGroup(layers=[0, 1], window=16), KVGroup(layers=[3, 4], window=16)]
+    """
+    if not specs:  # blocks are still counted but take no memory, like those of layers that see one token
+        return [KVGroup([], 1)]
+    kinds: dict[float, list[int]] = {}  # window -> layers
+    for layer, spec in enumerate(specs):
+        is_whole = spec.window is None or spec.window >= max_model_len
+        kinds.setdefault(math.inf if is_whole or spec.window is None else spec.window, []).append(layer)
+    size = len(specs)
+    if len({spec._replace(window=None) for spec in specs}) == 1:
+        counts = [len(layers) for layers in kinds.values()]
+        num_layers = {n: n * sum(-(-count // n) for count in counts) for n in range(1, max(counts) + 1)}
+        size = min(range(min(counts), max(counts) + 1), key=lambda n: (num_layers[n], -n))
+    else:
+        kinds = {max(kinds): list(range(len(specs)))}
+    return [
+        KVGroup(layers[i : i + size], None if window == math.inf else int(window))
+        for window, layers in sorted(kinds.items(), reverse=True)
+        for i in range(0, len(layers), size)
+    ]
 
 
 class WindowedBlockManager(BlockManager):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.kv_cache import KVSpec, group_layers, new_caches
+from nanoengine.backends.kv_cache import KVSpec, new_caches
 from nanoengine.engine import Scheduler
-from nanoengine.extensions.sliding_windows import WindowedBlockManager, describe_windows
+from nanoengine.extensions.sliding_windows import WindowedBlockManager, describe_windows, group_layers
 from tests.helpers import check_answers, checkpoint, make_sequence, random_prompts, run_alone, slow
 from tests.laws import check_blocks, check_laws
 
