@@ -42,8 +42,7 @@ class Detokenizer:
 
     It never emits part of a UTF-8 character: bytes wait until the character is complete, for at most
     `MAX_PENDING` tokens. While the sample runs, text that may begin a stop string is held back, so that no
-    emitted text has to be withdrawn. The decoder sees the prompt's end, so that the output's leading space
-    is kept.
+    emitted text has to be withdrawn. The decoder sees the prompt's end, to keep the output's leading space.
 
     `content_of` returns the part of new text in which stop strings count, such as an answer's content without
     its reasoning. If it is given, the text is not cut at a stop string: its reader cuts the content.

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from nanoengine.checkpoints.checks import UnsupportedModelError
 from nanoengine.checkpoints.hf_config import language_part
-from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
 from tests import helpers
 from tests.helpers import GEMMA, GEMMA4, TINY
 

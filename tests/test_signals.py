@@ -17,7 +17,7 @@ from nanoengine.backends.cpu import build
 from nanoengine.backends.cpu.cpu_device import CPU
 from nanoengine.chat.templates import apply_template
 from nanoengine.checkpoints import checkpoint, tokenizer
-from nanoengine.checkpoints.safetensors_files import as_value_error
+from nanoengine.checkpoints.checks import as_value_error
 from nanoengine.config import EngineConfig
 from nanoengine.signals import _Delay, uninterrupted
 from tests.helpers import DEMO, Lines, open_checkpoint

@@ -9,19 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanoengine.checkpoints.decoder_config import (
-    SUPPORTED_ARCHITECTURES,
-    DecoderConfig,
-    architecture_of,
-    rope_settings,
-)
-from nanoengine.checkpoints.safetensors_files import (
-    Files,
-    UnsupportedModelError,
-    as_value_error,
-    read_config,
-    read_json,
-)
+from nanoengine.checkpoints.checks import UnsupportedModelError, as_value_error, read_config, read_json
+from nanoengine.checkpoints.decoder_config import ARCHITECTURES, DecoderConfig, architecture_of, rope_settings
+from nanoengine.checkpoints.safetensors_files import Files
 from nanoengine.checkpoints.tokenizer import TOKENIZER_FILES, load_tokenizer
 from nanoengine.config import EngineConfig
 from nanoengine.sampling_params import SamplingParams
@@ -179,7 +169,7 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     """
     overrides = config.hf_overrides or {}
     wanted: Wanted = "configs" if config.load_format == "dummy" else "all"
-    path = _resolve(str(config.model), config.revision, config.gguf_file, wanted)
+    path = _resolve(str(config.model), wanted, config.revision, config.gguf_file)
     generation = read_json(path / GENERATION_CONFIG, default={})
     gguf = None
     with phase("header"):
@@ -194,14 +184,14 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
     stated_eos = _stated_eos(whole, ends, overrides)
     part = None  # the language model's config, if the model is multimodal
     is_text_only = whole.get_text_config(decoder=True) is whole
-    is_known = SUPPORTED_ARCHITECTURES.get(whole.model_type) == architecture_of(whole)
+    is_known = ARCHITECTURES.get(whole.model_type) == architecture_of(whole)
     if overrides or not is_known or not is_text_only:
         from nanoengine.checkpoints.hf_config import adapt
 
         whole, part = adapt(whole, fields, overrides)
     quantization, decoder_config = _choose_code(path, whole, part, config.model_impl)
     if config.tokenizer is not None:
-        home = _resolve(str(config.tokenizer), wanted="tokenizer")
+        home = _resolve(str(config.tokenizer), "tokenizer")
         tokenizer = load_tokenizer(home, config.trust_remote_code)
         if tokenizer is None:
             files = ", ".join(TOKENIZER_FILES)
@@ -217,14 +207,13 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
         if not all(type(token_id) is int for token_id in ids):
             raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
         eos += ids
-    known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
+    known = tuple(token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
     given = {} if config.generation_config == "vllm" else generation
     if unused := ", ".join(name for name in given if name in NOT_APPLIED and given[name]):
         message = "%s: these settings are not applied, as in vLLM: %s"
         logging.getLogger(__name__).warning(message, path / GENERATION_CONFIG, unused)
     checkpoint = Checkpoint(
-        *(path, hf_config, decoder_config, tokenizer, tuple(known), given, part is not None),
-        *(quantization, gguf),
+        path, hf_config, decoder_config, tokenizer, known, given, part is not None, quantization, gguf
     )
     checkpoint.default_sampling_params()  # raise its errors now
     return checkpoint
@@ -275,9 +264,7 @@ def _stated_eos(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) 
     return [*stated, (fields | overrides).get("eos_token_id")]
 
 
-def _resolve(
-    model: str, revision: str | None = None, gguf_file: str | None = None, wanted: "Wanted" = "all"
-) -> Path:
+def _resolve(model: str, wanted: "Wanted", revision: str | None = None, gguf_file: str | None = None) -> Path:
     """Return the path of a model directory or GGUF file. A hub model is downloaded first."""
     if not model:
         raise ValueError("model must be a directory or a hub id, got ''")

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-SUPPORTED_ARCHITECTURES = {  # by model_type
+ARCHITECTURES = {  # the supported ones, by model_type
     family.lower(): f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")
 }
 SAME_NAMES = "vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps"  # in both configs
@@ -36,7 +36,7 @@ class DecoderConfig:
     def from_hf(cls, config: Any) -> "DecoderConfig":
         """Translate a transformers config. Raises ValueError for what is not supported."""
         architecture = architecture_of(config)
-        if architecture not in (names := SUPPORTED_ARCHITECTURES.values()):
+        if architecture not in (names := ARCHITECTURES.values()):
             raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(names)}")
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; supported: silu")

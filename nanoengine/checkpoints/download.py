@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from huggingface_hub import constants, snapshot_download
 
-from nanoengine.checkpoints.safetensors_files import read_json
+from nanoengine.checkpoints.checks import read_json
 
 INDEX = "model.safetensors.index.json"
 TEMPLATES = ["*.jinja", "additional_chat_templates/*.jinja"]

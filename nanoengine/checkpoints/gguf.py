@@ -22,13 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nanoengine.backends.quantization import Quantized
-from nanoengine.checkpoints.safetensors_files import (
-    Files,
-    TensorHeader,
-    UnsupportedModelError,
-    as_value_error,
-    check_fields,
-)
+from nanoengine.checkpoints.checks import UnsupportedModelError, as_value_error, check_fields
+from nanoengine.checkpoints.safetensors_files import Files, TensorHeader
 from nanoengine.signals import uninterrupted
 
 try:
@@ -305,9 +300,7 @@ class GGUFFile(Files):
         """Set a rope whose frequencies are divided by a tensor, as llama.cpp stores Llama 3's."""
         if not self.is_known:
             if any(name.startswith(("rope_freqs", "rope_factors")) for name in self._tensors):
-                raise UnsupportedModelError(
-                    "its rope is scaled by tensors; use the model's safetensors files"
-                )
+                raise UnsupportedModelError("its rope is scaled by tensors; use the safetensors files")
         elif DIVISORS in self._tensors:
             rope, divisors = config.rope_parameters, self._read(DIVISORS)
             if rope["rope_type"] == "yarn":

@@ -14,7 +14,7 @@ import transformers
 from gguf import Keys
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
+from nanoengine.checkpoints.checks import UnsupportedModelError
 
 MAX_SIZE = 1 << 24  # of any dimension of a layer, and of the context: far above any real model's
 HUGE = 1e38
@@ -155,11 +155,9 @@ class ModelFields:
             neutral = NEUTRAL.get(name)
             if name not in KNOWN if neutral is None else not np.isin(self._fields[name], neutral).all():
                 self._refuse(name, "which is not supported")
-        class_name = (
-            "MistralConfig" if architecture == "llama" and values["sliding_window"] else family.config
-        )
+        kind = "MistralConfig" if architecture == "llama" and values["sliding_window"] else family.config
         rope = values.pop("rope_parameters", None)
-        config = getattr(transformers, class_name)(**values)
+        config = getattr(transformers, kind)(**values)
         if rope is not None:  # set afterwards, because Phi-3's class refuses types that its code computes
             config.rope_parameters = rope
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]

@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from nanoengine.checkpoints.checks import UnsupportedModelError, as_value_error
 from nanoengine.checkpoints.decoder_config import rope_settings
-from nanoengine.checkpoints.safetensors_files import UnsupportedModelError, as_value_error
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # layer types
 # Types of layers with a state (models/recurrent.py), with a state and attention, and with neither.

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.checkpoints.safetensors_files import ADAPTER_CONFIG, as_value_error, open_tensors, read_json
+from nanoengine.checkpoints.checks import ADAPTER_CONFIG, as_value_error, read_json
+from nanoengine.checkpoints.safetensors_files import open_tensors
 
 PREFIX = "base_model.model."
 # Field of adapter_config.json -> its supported values. Other values would change the merged weights.

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.backends.quantization import Quantized
-from nanoengine.checkpoints.safetensors_files import Files, TensorHeader, UnsupportedModelError
+from nanoengine.checkpoints.checks import UnsupportedModelError
+from nanoengine.checkpoints.safetensors_files import Files, TensorHeader
 
 Tensors = Mapping[str, Tensor]  # the parts of one weight, by the ends of their names
 Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all of them

@@ -1,10 +1,9 @@
 """Sliding windows: layers that see only the last tokens of a sequence, and free the blocks before the window.
 
-Layers with the same window, or with none, form a group (`group_layers`), and a sequence has a block
-table for each group. The first is `Sequence.block_table`; the others are in
-`WindowedBlockManager.more_tables`. All groups take blocks from one pool. On the device, block tables and
-slots have the group as an extra first dimension, and each layer uses those of its group
-(`paged_attention.GroupedAttention`).
+Layers with the same window, or with none, form a group (`group_layers`), and a sequence has a block table for
+each group. The first is `Sequence.block_table`; the others are in `WindowedBlockManager.more_tables`. All
+groups take blocks from one pool. On the device, block tables and slots have the group as an extra first
+dimension, and each layer uses those of its group (`paged_attention.GroupedAttention`).
 
 Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
 """
@@ -283,7 +282,5 @@ def describe_windows(windows: list[int | None]) -> str:
         return "sliding windows free no blocks (the layers' shapes differ)"
     if len(windows) == 1:
         return f"a window of {windows[0]}"
-    groups = (
-        f"{windows.count(w)} {f'with a window of {w}' if w else 'full'}" for w in dict.fromkeys(windows)
-    )
-    return f"layers in groups: {', '.join(groups)}"
+    kinds = (f"{windows.count(w)} {f'with a window of {w}' if w else 'full'}" for w in dict.fromkeys(windows))
+    return f"layers in groups: {', '.join(kinds)}"

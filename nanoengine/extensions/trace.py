@@ -2,10 +2,9 @@
 
     LLM(..., trace="run.jsonl")    # JSON lines, or a callable that takes events
 
-A trace is a start, then a step for each call of `LLMEngine.step` in which something changed. Replaying
-its changes in order reproduces every queue, block table and reference count, and the free blocks in the order
-of eviction. `version` increases when a field is removed or changes its meaning, not when one is
-added.
+A trace is a start, then a step for each call of `LLMEngine.step` in which something changed. Replaying its
+changes in order reproduces every queue, block table and reference count, and the free blocks in the order of
+eviction. `version` increases when a field is removed or changes its meaning, not when one is added.
 
 One call of `schedule` may free a block, evict it and give it to another sequence. The states before and after
 a step would not show that, so the scheduler and the block manager tell the tracer about each change as soon

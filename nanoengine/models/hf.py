@@ -28,6 +28,7 @@ from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.paged_attention import PagedAttention
 from nanoengine.backends.quantization import Target, fill_quantized, floats
 from nanoengine.checkpoints.checkpoint import SERVED_DTYPES, Checkpoint
+from nanoengine.checkpoints.checks import ADAPTER_CONFIG, UnsupportedModelError, as_value_error, refuse_misfit
 from nanoengine.checkpoints.hf_config import (
     ATTENTION_NAME,
     ATTENTION_TYPES,
@@ -35,15 +36,7 @@ from nanoengine.checkpoints.hf_config import (
     attention_implementation,
     check_config,
 )
-from nanoengine.checkpoints.safetensors_files import (
-    ADAPTER_CONFIG,
-    OLD_BUFFER,
-    UnsupportedModelError,
-    as_value_error,
-    check_dtypes,
-    read_as,
-    refuse_misfit,
-)
+from nanoengine.checkpoints.safetensors_files import OLD_BUFFER, check_dtypes, read_as
 from nanoengine.config import EngineConfig
 from nanoengine.models.hf_attention import METHODS, replace_attention
 from nanoengine.models.linear_layers import use_linear_layers
@@ -311,9 +304,7 @@ def load_hf(
         raise UnsupportedModelError(f"{checkpoint.architecture} is not supported: {error}") from error
 
 
-def _load_transformers(
-    checkpoint: Checkpoint, config: EngineConfig, target: Target, adapter: Any = None
-) -> Any:
+def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, target: Target, adapter: Any) -> Any:
     """Return a transformers causal LM with its parameters read from files, or random (load_format "dummy").
 
     The model is filled on the device, one tensor at a time, so that the host never holds all of it. Without

@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from nanoengine.backends.quantization import Quantized, Target, fill_quantized, floats
 from nanoengine.backends.threads import on_all_cores
 from nanoengine.checkpoints.checkpoint import Checkpoint
-from nanoengine.checkpoints.safetensors_files import (
-    ADAPTER_CONFIG,
-    Files,
-    MisfitError,
-    TensorHeader,
-    check_dtypes,
-    read_as,
-    refuse_misfit,
-)
+from nanoengine.checkpoints.checks import ADAPTER_CONFIG, MisfitError, refuse_misfit
+from nanoengine.checkpoints.safetensors_files import Files, TensorHeader, check_dtypes, read_as
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.models.decoder import Decoder
 from nanoengine.signals import uninterrupted

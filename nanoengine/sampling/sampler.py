@@ -99,6 +99,7 @@ class RowSettings:
         return SamplingMetadata(self.temperature, self.top_k, self.top_p, self.min_p, u)
 
 
+Part = tuple[list[SamplingRow], RowSettings]  # rows that are sampled together
 MAX_ROWS = 256  # rows to compute logits for and sample at a time: each is as wide as the vocabulary
 
 
@@ -108,7 +109,7 @@ class CachedRows:
     def __init__(self, max_num_seqs: int = 0, max_model_len: int = 0) -> None:
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len  # the sizes of `counts`
         self._seqs: list[Any] = []
-        self._parts: list[tuple[list[SamplingRow], RowSettings]] = []
+        self._parts: list[Part] = []
 
     @cached_property
     def counts(self) -> Any:
@@ -117,9 +118,7 @@ class CachedRows:
 
         return TokenCounts(self.max_num_seqs, self.max_model_len)
 
-    def parts(
-        self, batch: Any, inputs: ModelInputs[Tensor]
-    ) -> Iterator[tuple[list[SamplingRow], RowSettings]]:
+    def parts(self, batch: Any, inputs: ModelInputs[Tensor]) -> Iterator[Part]:
         """Yield at most MAX_ROWS rows at a time, and their settings. They are valid until the next call."""
         if self._seqs != batch.sampled_seqs:  # sequences compare by identity
             rows: list[SamplingRow] = []

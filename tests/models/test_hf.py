@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nanoengine import LLM
 from nanoengine.checkpoints import hf_config
+from nanoengine.checkpoints.checks import UnsupportedModelError
 from nanoengine.checkpoints.hf_config import attention_implementation, language_part
-from nanoengine.checkpoints.safetensors_files import UnsupportedModelError
 from nanoengine.models import hf
 from nanoengine.models.hf import HFModel, _Waits
 from nanoengine.models.hf_attention import _slopes_of

@@ -424,7 +424,8 @@ def loaded_on(device, path, **settings):
     """Return transformers' model as it was loaded, before anything moves it."""
     config = EngineConfig(model=str(path), model_impl="transformers", **settings)
     opened = open_checkpoint(config.model, model_impl="transformers")
-    return _load_transformers(opened, config, Target(torch.bfloat16, torch.device(device), lambda *_: None))
+    target = Target(torch.bfloat16, torch.device(device), lambda *_: None)
+    return _load_transformers(opened, config, target, None)
 
 
 @pytest.mark.parametrize("load_format", ["auto", *slow("dummy")])

@@ -184,8 +184,7 @@ class KVConnector:
     def read(self, keys: list[str], tables: abc.Sequence[list[int]], start: int, end: int) -> int | None:
         """Read blocks [start, end) of a sequence into the blocks of its block tables, by group.
 
-        `keys` are those of all its blocks. Returns the index of the first block that could not be read, or
-        None if all were.
+        `keys` are of all its blocks. Returns the index of the first block that could not be read, or None.
         """
         entries = iter(self._reading.ask(self.store.get, keys[start:end]) or ())
         with self.runner.device.running():
@@ -351,8 +350,8 @@ class StoringBlockManager(WindowedBlockManager):
                 self.connector.touch(contents)
             return
         keys = chain_keys(self.connector.fingerprint, contents)
-        is_there = self.connector.find(keys)
-        while (span := self._find_span(seq, num_hits, is_there)) is not None:
+        stored = self.connector.find(keys)
+        while (span := self._find_span(seq, num_hits, stored)) is not None:
             start, end = span
             seq.num_computed_tokens = min(end * self.block_size, seq.num_tokens - 1)
             # A group with a window frees the blocks that are out of sight from there, and takes new ones.
@@ -372,20 +371,18 @@ class StoringBlockManager(WindowedBlockManager):
             self.num_saved_blocks[seq] = num_hits
             if missing is None:
                 return
-            is_there[missing] = False
+            stored[missing] = False
 
-    def _find_span(
-        self, seq: Sequence, num_hits: int, is_there: abc.Sequence[bool]
-    ) -> tuple[int, int] | None:
+    def _find_span(self, seq: Sequence, num_hits: int, stored: abc.Sequence[bool]) -> tuple[int, int] | None:
         """Return the blocks to load, [start, end), for the longest prefix that can be used.
 
         Every block that its groups still see must be in the store, or held already: before num_hits.
         """
-        end = len(is_there)
+        end = len(stored)
         while end > num_hits:
             position = min(end * self.block_size, seq.num_tokens - 1)
             start = max(num_hits, min(self._first_seen(window, position) for window in self.windows))
-            missing = next((i for i in range(start, end) if not is_there[i]), None)
+            missing = next((i for i in range(start, end) if not stored[i]), None)
             if missing is None:
                 return start, end
             end = missing  # every longer prefix sees the missing block

@@ -62,13 +62,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        store: Any,
-        opened: Opened,
-        rank: int,
-        is_one_host: bool,
-        workers: Any = None,
-        num_threads: int = 0,
+        self, store: Any, opened: Opened, rank: int, is_local: bool, workers: Any = None, num_threads: int = 0
     ) -> None:
         assert opened.checkpoint.decoder_config is not None
         self.rank, self.size = rank, opened.config.tensor_parallel_size
@@ -84,7 +78,7 @@ class Ranks:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = FOREVER if self.rank else COLLECTIVE
         gloo = dist.ProcessGroupGloo
-        device = gloo.create_device(hostname="127.0.0.1") if is_one_host else gloo.create_default_device()
+        device = gloo.create_device(hostname="127.0.0.1") if is_local else gloo.create_default_device()
         options._devices = [device]
         self._control: Any = gloo(dist.PrefixStore("gloo", store), self.rank, self.size, options)
         self._group: Any = self._control
@@ -94,7 +88,7 @@ class Ranks:
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self.rank, self.size, nccl)
             if workers is not None:
                 workers.on_loss = self._group.abort  # ends kernels that wait for a lost rank
-        self._connections = _connect(store, self.rank, self.size, is_one_host, workers)
+        self._connections = _connect(store, self.rank, self.size, is_local, workers)
         _alive.add(self)
 
     # -- collectives: all ranks must call them, in the same order
@@ -204,15 +198,15 @@ class Ranks:
 
 
 def _connect(
-    store: Any, rank: int, size: int, is_one_host: bool, workers: Workers | None
+    store: Any, rank: int, size: int, is_local: bool, workers: Workers | None
 ) -> list["Connection[Any, Any]"]:
     """Return this rank's connections: from rank 0 to each other rank, and from each of those to rank 0."""
     if rank:
-        host = "127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"]
+        host = "127.0.0.1" if is_local else os.environ["MASTER_ADDR"]
         port, key = store.get("listener").decode().split()
         connections = [Client((host, int(port)), authkey=bytes.fromhex(key))]
     else:
-        key, address = secrets.token_hex(), ("127.0.0.1" if is_one_host else "", 0)
+        key, address = secrets.token_hex(), ("127.0.0.1" if is_local else "", 0)
         with Listener(address, backlog=size, authkey=bytes.fromhex(key)) as listener:
             store.set("listener", f"{listener.address[1]} {key}")
             connections, arriving = [], [listener._listener._socket]  # type: ignore[attr-defined]
