@@ -25,8 +25,9 @@ from nanoengine.backends.cpu.kernels import PLAIN, Kernels, dtype_name
 from nanoengine.backends.cpu.pinned_threads import PinnedThreads
 from nanoengine.backends.host_memory import zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.packing import Form
 from nanoengine.backends.paged_attention import Settings
-from nanoengine.backends.quantization import Form, Quantized
+from nanoengine.backends.quantization import Quantized
 from nanoengine.cli.terminal import table
 
 # Inputs and outputs of a layer's linear layers: Q, K and V; attention's output; gate and up; down.

@@ -27,7 +27,8 @@ from torch import Tensor
 from docs.exercises import multiply, pack, quantize, unpack
 from nanoengine.backends.cpu.build import FLAGS
 from nanoengine.backends.cpu.kernels import Kernels
-from nanoengine.backends.quantization import Form, Quantized
+from nanoengine.backends.packing import Form
+from nanoengine.backends.quantization import Quantized
 
 SOLUTION = Path(__file__).with_name("matvec.cpp")
 AT_LEAST = 2.5  # times as fast as NumPy with the same packed weights. Two plain loops reach 1.3.

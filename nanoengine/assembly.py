@@ -18,7 +18,7 @@ import torch
 from nanoengine.assembly_types import Loaded, Opened, Started
 from nanoengine.backends.device import Decodes, Device, Forward
 from nanoengine.backends.kv_cache import KVGroup
-from nanoengine.backends.quantization import Target
+from nanoengine.backends.packing import Target
 from nanoengine.checkpoints.checkpoint import open_checkpoint, resolve_dtype
 from nanoengine.config import FILE_FORMATS, EngineConfig, find_named
 from nanoengine.engine import BlockManager, EngineCore, ModelRunner, Scheduler
@@ -80,8 +80,7 @@ def start_runner(
     """Load a model on a device, size and allocate its KV cache and, if possible, capture CUDA graphs.
 
     `ranks` are the processes that share the model, if it is shared. A draft model has draft_widths: the sizes
-    of its own vocabulary and of the target model's. beside_bytes is how much its K and V add to each block of
-    the target model.
+    of its own vocabulary and the target model's. beside_bytes is what its K and V add to each block.
     """
     model, device, loaded = load(opened, ranks, draft_widths is not None)
     config, num_groups = opened.config, len(loaded.kv_groups)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from nanoengine.assembly import make_core, start_model
-from nanoengine.backends.quantization import describe_forms
+from nanoengine.backends.packing import describe_forms
 from nanoengine.backends.threads import limit_threads
 from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary

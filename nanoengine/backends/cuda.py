@@ -31,9 +31,10 @@ from nanoengine.backends.device import (
     host_memory,
 )
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.packing import replace_linears
 from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
 from nanoengine.backends.prompt_graphs import PromptGraphs, Recorder
-from nanoengine.backends.quantization import Quantized, quantize, replace_linears
+from nanoengine.backends.quantization import Quantized, quantize
 from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, pad, send_inputs
 from nanoengine.config import EngineConfig
 

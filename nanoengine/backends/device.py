@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanoengine.backends.host_memory import Available, available_memory
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.packing import Pack
 from nanoengine.backends.paged_attention import BuildAttention, PagedAttention, TorchAttention
-from nanoengine.backends.quantization import Pack
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
 from nanoengine.config import EngineConfig
 

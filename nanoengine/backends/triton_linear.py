@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoengine.backends.quantization import Form, Quantized, quantize
+from nanoengine.backends.packing import Form
+from nanoengine.backends.quantization import Quantized, quantize
 from nanoengine.backends.triton_attention import _dot, generation, kernel
 
 with suppress(ImportError):  # Windows, and PyTorch for the CPU

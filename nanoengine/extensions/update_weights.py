@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from nanoengine.backends.cpu.packed_layers import CompiledLayer, PackedLinear
-from nanoengine.backends.quantization import PackedEmbedding
+from nanoengine.backends.packing import PackedEmbedding
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.config import EngineConfig
 from nanoengine.models.decoder import Decoder

@@ -25,8 +25,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.packing import Target
 from nanoengine.backends.paged_attention import PagedAttention
-from nanoengine.backends.quantization import Target, fill_quantized, floats
+from nanoengine.backends.quantization import fill_quantized, floats
 from nanoengine.checkpoints.checkpoint import SERVED_DTYPES, Checkpoint
 from nanoengine.checkpoints.checks import ADAPTER_CONFIG, UnsupportedModelError, as_value_error, refuse_misfit
 from nanoengine.checkpoints.hf_config import (

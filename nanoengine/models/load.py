@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nanoengine.backends.quantization import Quantized, Target, fill_quantized, floats
+from nanoengine.backends.packing import Target
 from nanoengine.backends.threads import on_all_cores
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.checkpoints.checks import ADAPTER_CONFIG, MisfitError, refuse_misfit
@@ -92,6 +92,8 @@ def _load_decoder(
     else:
         _fill(model, files, shard, shapes)
         if quantized:
+            from nanoengine.backends.quantization import fill_quantized
+
             fill_quantized(model, quantized, partial(read_as, files, shapes), target)
     if adapter is not None:
         adapter.merge(destinations(model), tied)
@@ -122,11 +124,11 @@ def _fill(model: Decoder, files: Files, shard: Any, shapes: dict[str, tuple[int,
     def fill(name: str) -> None:
         for filled in wanted.get(name, ()):  # empty for a quantized weight
             weight = read_as(files, shapes, name)
+            weight = weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
             if shard is not None:
-                whole = floats(weight, torch.float32) if isinstance(weight, Quantized) else weight
-                weight = whole[shard.slices(name, filled.dim())]
+                weight = weight[shard.slices(name, filled.dim())]
                 filled = filled.zero_()[tuple(slice(length) for length in weight.shape)]
-            filled.copy_(floats(weight, filled.dtype))  # a share that was rounded up ends in zeros
+            filled.copy_(weight.to(filled.dtype))  # a share that was rounded up ends in zeros
 
     on_all_cores("reading weights", fill, files.headers)
 

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.backends.quantization import PackedEmbedding, Target
+from nanoengine.backends.packing import PackedEmbedding, Target
 from nanoengine.checkpoints.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers

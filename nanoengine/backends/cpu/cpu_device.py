@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -21,8 +21,10 @@ from nanoengine.backends.device import Attention, Decodes, Device, Forward
 from nanoengine.backends.host_memory import keep_freed_memory
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
-from nanoengine.backends.quantization import Quantized
 from nanoengine.config import EngineConfig
+
+if TYPE_CHECKING:  # at run time it is imported for quantized weights
+    from nanoengine.backends.quantization import Quantized
 
 
 class CPU(Device):
@@ -60,13 +62,12 @@ class CPU(Device):
             self._no_kernels = str(error)
         return self.kernels is not None
 
-    def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
+    def pack(self, weight: "Quantized", bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
         """Return a layer that computes with a quantized weight, or None if it must be dequantized."""
-        if self.kernels is None or not self.kernels.serves(dtype):
+        kernels = self.kernels
+        if kernels is None or not kernels.serves(dtype) or (fitted := weight.fitted(dtype)) is None:
             return None
-        if (fitted := weight.fitted(dtype)) is None:
-            return None
-        return PackedLinear(fitted, bias, self.kernels, dtype, self._activation_bits(dtype))
+        return PackedLinear(fitted, bias, kernels, dtype, self._activation_bits(dtype))
 
     def _activation_bits(self, dtype: torch.dtype) -> int:
         """Return 8 if products with quantized weights round activations to 8 bits, else 0."""

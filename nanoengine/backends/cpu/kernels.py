@@ -12,8 +12,8 @@ from torch import Tensor
 from nanoengine.backends.cpu.build import NoKernelsError, load_library
 from nanoengine.backends.host_memory import zeros_on_large_pages
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.packing import Form
 from nanoengine.backends.paged_attention import Settings
-from nanoengine.backends.quantization import Form, Quantized
 from nanoengine.backends.step_inputs import SamplingMetadata
 from nanoengine.signals import unwound_by_sigterm
 
@@ -127,15 +127,15 @@ class Kernels:
         """Whether products with quantized weights are faster if the kernel rounds the rows of x to 8 bits."""
         return ctypes.c_bool.in_dll(self.library, "integers_are_fast").value
 
-    def pack_integers(self, quantized: Quantized, activation_bits: int) -> Tensor:
-        """Pack a quantized weight (N, I) as (blocks, bytes): groups of integers, scales and zeros."""
-        integers, scales, zeros, bits = quantized
+    def pack_integers(self, parts: tuple[Tensor, Tensor, Tensor | None, int], activation_bits: int) -> Tensor:
+        """Pack a `Quantized` weight (N, I) as (blocks, bytes): groups of integers, scales and zeros."""
+        integers, scales, zeros, bits = parts
         (num_outputs, num_inputs), num_groups = integers.shape, scales.shape[1]
         num_blocks = -(-num_outputs // self.num_outputs)
         of_output = num_inputs * bits // 8 + 2 * num_groups * (1 if zeros is None else 2)
         packed = zeros_on_large_pages((num_blocks, self.num_outputs * of_output), torch.int8)
         halves = [None if x is None else x.half().contiguous() for x in (scales, zeros)]
-        sizes = num_outputs, num_inputs, bits, quantized.group, activation_bits
+        sizes = num_outputs, num_inputs, bits, num_inputs // num_groups, activation_bits
         self.call("pack_integers", packed, integers.contiguous(), *halves, *sizes)
         return packed
 
@@ -244,9 +244,8 @@ def _layer(out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> tuple[
 
 def as_int64(values: Sequence[Tensor | int | None]) -> Tensor:
     """Return numbers and addresses of tensors as (n,) int64 for a kernel. The caller keeps the tensors."""
-    return torch.tensor(
-        [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values], dtype=torch.int64
-    )
+    numbers = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values]
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

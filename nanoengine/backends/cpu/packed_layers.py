@@ -1,6 +1,6 @@
 """Linear layers and embeddings with weights packed for the kernels, and decoder layers made of them."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels, as_int64
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.packing import Form, replace_linears
 from nanoengine.backends.paged_attention import GroupedAttention
-from nanoengine.backends.quantization import Form, Quantized, quantize, replace_linears
+
+if TYPE_CHECKING:  # at run time it is imported for quantized weights
+    from nanoengine.backends.quantization import Quantized
 
 
 class PackedLinear(nn.Module):
@@ -23,7 +26,7 @@ class PackedLinear(nn.Module):
 
     def __init__(
         self,
-        weight: Tensor | Quantized,
+        weight: "Tensor | Quantized",
         bias: Tensor | None,
         kernels: Kernels,
         dtype: torch.dtype,
@@ -31,11 +34,11 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.kernels, self.bias, self.dtype, self.form = kernels, bias, dtype, PLAIN
-        if isinstance(weight, Quantized):
+        if isinstance(weight, Tensor):
+            packed, shape = kernels.pack(weight), weight.shape
+        else:
             self.form = Form(weight.bits, weight.group, int(weight.zeros is not None), activation_bits)
             packed, shape = kernels.pack_integers(weight, activation_bits), weight.integers.shape
-        else:
-            packed, shape = kernels.pack(weight), weight.shape
         self.out_features, self.in_features = shape
         self.register_buffer("packed", packed, persistent=False)
 
@@ -53,6 +56,8 @@ class PackedLinear(nn.Module):
         weight = weight.to(self.packed.device, self.dtype)
         if not self.form.bits:
             return self.kernels.pack(weight)
+        from nanoengine.backends.quantization import quantize
+
         return self.kernels.pack_integers(quantize(weight, self.form.bits), self.form.activation_bits)
 
     def holds(self, weight: Tensor) -> bool:
@@ -115,6 +120,8 @@ def pack_linear(
     """Return the layer, or one with its weight in a faster layout, quantized if `bits` is 4 or 8."""
     weight: Tensor = layer.weight
     if kernels is not None and bits:
+        from nanoengine.backends.quantization import quantize
+
         return PackedLinear(quantize(weight, bits), layer.bias, kernels, weight.dtype, activation_bits)
     if kernels is not None and kernels.can_multiply(weight):
         return PackedLinear(weight, layer.bias, kernels, weight.dtype)
