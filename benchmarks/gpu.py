@@ -94,8 +94,7 @@ def measure_attention(device: str) -> dict[str, Any]:
     """Measure one layer's attention with each backend."""
     import torch
 
-    from nanoengine.backends import cuda, flash_attention, kv_cache, triton_attention
-    from nanoengine.backends import paged_attention as attention
+    from nanoengine.backends import cuda, flash_attention, kv_cache, torch_attention, triton_attention
 
     where, none = torch.device(device), frozenset[str]()
     batches = SMALL if where.type == "cpu" else BATCHES
@@ -106,7 +105,7 @@ def measure_attention(device: str) -> dict[str, Any]:
         flash_attention.VarlenAttention,
         triton_attention.TritonAttention,
     ]
-    for backend in (*kinds, attention.TorchAttention):
+    for backend in (*kinds, torch_attention.TorchAttention):
         reason = backend.obstacle(specs, none) or cuda.try_out(backend, specs, none, BLOCK_SIZE, where)
         times = {} if reason else {name: attention_ms(backend, lens, where) for name, lens in batches.items()}
         found[backend.name] = times or {"error": reason}

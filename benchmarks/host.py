@@ -114,7 +114,10 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
     runner: Any = engine.runner
     runner.forward = NoForward(max_model_len // block_size, block_size)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    with patch.object(cuda, "host_memory", plain_memory), patch("torch.cuda.Event", lambda: event):  # no GPU
+    with (
+        patch.object(cuda, "pinned_memory", plain_memory),
+        patch("torch.cuda.Event", lambda: event),
+    ):  # no GPU
         runner.device.send = cuda.Staging(1 << 20, torch.device("cpu")).send
     try:
         yield engine

@@ -30,7 +30,7 @@ import torch
 from nanoengine.assembly_types import Loaded, Opened, Started
 from nanoengine.backends.device import Attention, Device, Download
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
-from nanoengine.backends.paged_attention import TorchAttention
+from nanoengine.backends.torch_attention import TorchAttention
 from nanoengine.checkpoints.checkpoint import open_checkpoint
 from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner

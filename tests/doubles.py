@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device
 from nanoengine.backends.flash_attention import FlashAttention, FlashKernels, VarlenAttention
-from nanoengine.backends.paged_attention import TorchAttention
+from nanoengine.backends.torch_attention import TorchAttention
 from nanoengine.backends.triton_attention import TritonAttention
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling.drawing import draw_chunks
@@ -300,7 +300,6 @@ class FakeGPU(CUDA):
     running = Device.running
     block_size = 256
 
-    @property
     def backends(self):
         if self.config.attn_backend == "varlen":
             return (VarlenAttention,)
@@ -318,7 +317,7 @@ def install_linear(monkeypatch):
     monkeypatch.setattr(f"{name}.try_out", lambda *_: None)
 
 
-def host_memory(shape, dtype):
+def pinned_memory(shape, dtype):
     """Return ordinary memory, because pinned memory needs a GPU."""
     memory = torch.empty(*shape, dtype=dtype)
     return memory, memory.numpy()
@@ -335,7 +334,7 @@ def install(monkeypatch) -> Counter[str]:
     monkeypatch.setattr("nanoengine.backends.triton_layers.TritonKernels", TritonKernels)
     monkeypatch.setattr("nanoengine.backends.triton_layers.draw_chunks", draw_chunks)
     monkeypatch.setattr("torch.cuda.Event", lambda: Mock(spec=["record", "synchronize"]))
-    monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
+    monkeypatch.setattr("nanoengine.backends.cuda.pinned_memory", pinned_memory)
     monkeypatch.setattr("nanoengine.backends.cpu.cpu_device.CPU", FakeGPU)
     memory = {  # of a card of 1 GiB, of which something else holds 64 MiB, and this process 30 MiB
         "reset_peak_memory_stats": None,

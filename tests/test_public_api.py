@@ -82,7 +82,7 @@ def test_modules_are_imported_only_when_needed(example):
     assert "llguidance" not in answer
     assert not [name for name in script if name.startswith(unwanted)]
     names = [name.removeprefix("nanoengine.") for name in answer if name.startswith("nanoengine.")]
-    assert sum(len(FILES[name].read_text().splitlines()) for name in names) <= 7800
+    assert sum(len(FILES[name].read_text().splitlines()) for name in names) <= 7050
 
 
 def test_type_checkers_see_the_public_names():

@@ -20,22 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoengine.backends.device import (
-    Attention,
-    Compute,
-    Decodes,
-    Device,
-    Download,
-    Forward,
-    Trial,
-    host_memory,
-)
+from nanoengine.backends.device import Attention, Compute, Decodes, Device, Download, Forward, Trial
+from nanoengine.backends.host_memory import pinned_memory
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.packing import replace_linears
-from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
+from nanoengine.backends.paged_attention import PagedAttention
 from nanoengine.backends.prompt_graphs import PromptGraphs, Recorder
 from nanoengine.backends.quantization import Quantized, quantize
-from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, pad, send_inputs
+from nanoengine.backends.step_inputs import AttentionMetadata, ModelInputs, Send, pad, send_inputs
+from nanoengine.backends.torch_attention import TorchAttention
 from nanoengine.config import EngineConfig
 
 # ---- Trying out attention backends ---------------------------------------------------------------
@@ -109,7 +102,7 @@ class PinnedDownload(Download):
     """Copies a tensor to pinned host memory asynchronously. An event marks the end of the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
-        memory, self._array = host_memory(tensor.shape, tensor.dtype)
+        memory, self._array = pinned_memory(tensor.shape, tensor.dtype)
         super().__init__(memory)
         memory.copy_(tensor, non_blocking=True)
         self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -128,7 +121,7 @@ class Staging:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._host, self._array = host_memory([num_bytes], torch.uint8)
+        self._host, self._array = pinned_memory([num_bytes], torch.uint8)
         self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # The shapes of the previous arrays, and their layout. It is reused: decode steps follow decode steps.
         self._shapes: list[tuple[np.dtype, tuple[int, ...]]] = []
@@ -284,9 +277,7 @@ class DecodeGraphs(Forward):
     write their hidden states to the same memory. Prompts, mixed batches and larger batches run eagerly.
     """
 
-    def __init__(
-        self, decodes: Decodes, recorder: GraphRecorder, send: Callable[[list[np.ndarray]], list[Tensor]]
-    ) -> None:
+    def __init__(self, decodes: Decodes, recorder: GraphRecorder, send: Send) -> None:
         super().__init__()
         start = time.perf_counter()
         self.sizes, self.block_size = graph_sizes(decodes.largest), decodes.block_size
@@ -373,15 +364,13 @@ class CUDA(Device):
         """Small blocks, so that short prefixes are cached. Those of flash-attn's kernels have 256 tokens."""
         return 256 if self.config.attn_backend in ("flash", "varlen") or self.no_fusion else 32
 
-    @property
-    def backends(self) -> tuple[type[PagedAttention], ...]:  # type: ignore[override]
-        """Attention backends, the fastest first."""
+    def backends(self) -> Iterator[type[PagedAttention]]:
         from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention  # loads Triton
         from nanoengine.backends.triton_attention import TritonAttention
 
         if self.config.attn_backend == "varlen":  # only if asked for: it has not run on a GPU yet
-            return (VarlenAttention,)
-        return TritonAttention, FlashAttention, TorchAttention
+            return iter((VarlenAttention,))
+        return iter((TritonAttention, FlashAttention, TorchAttention))
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float16 instead of bfloat16 on GPUs before Ampere, unless the user chose the dtype."""

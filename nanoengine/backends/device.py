@@ -4,7 +4,7 @@ The subclasses `cpu_device.CPU` and `cuda.CUDA` override what can be faster ther
 has to distinguish processors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoengine.backends.host_memory import Available, available_memory
+from nanoengine.backends.host_memory import Available, available_memory, pinned_memory
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.packing import Pack
-from nanoengine.backends.paged_attention import BuildAttention, PagedAttention, TorchAttention
+from nanoengine.backends.paged_attention import BuildAttention, PagedAttention
 from nanoengine.backends.step_inputs import ModelInputs, SamplingMetadata
 from nanoengine.config import EngineConfig
 
@@ -78,18 +78,12 @@ class Trial(NamedTuple):
     capture: Callable[[], object]  # the same capture as at the end of startup; returns the memory's owner
 
 
-def host_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
-    """Allocate pinned host memory, which a GPU reads and writes asynchronously, for PyTorch and numpy."""
-    memory = torch.empty(*shape, dtype=dtype, pin_memory=True)
-    return memory, memory.numpy()
-
-
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to the device. A copy to a GPU is queued; `torch.tensor` would wait for earlier work."""
     tensor = torch.from_numpy(values)
     if device.type != "cuda":
         return tensor
-    host, array = host_memory(values.shape, tensor.dtype)
+    host, array = pinned_memory(values.shape, tensor.dtype)
     array[:] = values
     return host.to(device, non_blocking=True)
 
@@ -108,8 +102,6 @@ class Download:
 class Device:
     """Describes a processor. Here plain PyTorch computes everything; the subclasses are faster."""
 
-    # Attention backends, the fastest first.
-    backends: ClassVar[tuple[type[PagedAttention], ...]] = (TorchAttention,)
     rounds_weights: ClassVar[bool] = False  # for quantization="int8" and "int4"
     rounds_activations: ClassVar[bool] = False
     has_exact_kernels: ClassVar[bool] = False  # for batch_invariant=True
@@ -178,13 +170,10 @@ class Device:
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
         """Return the fastest backend for such layers. Raises ValueError if the one asked for cannot."""
-        asked, notes, backends = self.config.attn_backend, list[str](), self.backends
+        asked, notes = self.config.attn_backend, list[str]()
         if self.config.kv_cache_dtype == "int8":
-            from nanoengine.backends.int8_cache import Int8Attention
-
-            backends = tuple(Int8Attention if one is TorchAttention else one for one in backends)
             settings |= {"an int8 cache"}
-        for backend in backends:
+        for backend in self.backends():
             if asked not in ("auto", backend.name):
                 continue
             obstacle = self.obstacle(backend, specs, settings)
@@ -194,6 +183,12 @@ class Device:
                 raise ValueError(f"attn_backend={asked!r} cannot be used: {obstacle}")
             notes.append(f"not {backend.name}: {obstacle}")
         raise ValueError(f"attn_backend={asked!r} cannot be used: it does not run on {self.device.type}")
+
+    def backends(self) -> Iterator[type[PagedAttention]]:
+        """Yield the attention backends, the fastest first. A slower one is imported only if it is needed."""
+        from nanoengine.backends.torch_attention import Int8Attention, TorchAttention
+
+        yield Int8Attention if self.config.kv_cache_dtype == "int8" else TorchAttention
 
     def obstacle(
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]

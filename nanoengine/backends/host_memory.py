@@ -1,4 +1,4 @@
-"""CPU memory: how much there is, in large pages, and kept when it is freed. The limits of cgroups."""
+"""CPU memory: how much there is, in large pages, pinned, and kept when it is freed. The limits of cgroups."""
 
 import ctypes
 import math
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -119,3 +120,9 @@ def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype, device: torch
     with suppress(OSError):  # this kernel has no large pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE * LARGE_PAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(*shape)
+
+
+def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
+    """Allocate pinned host memory, which a GPU reads and writes asynchronously, for PyTorch and numpy."""
+    memory = torch.empty(*shape, dtype=dtype, pin_memory=True)
+    return memory, memory.numpy()

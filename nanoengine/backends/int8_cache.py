@@ -1,14 +1,13 @@
-"""The KV cache in 8 bits (`kv_cache_dtype="int8"`): its layout, its rounding, and attention in plain PyTorch.
+"""The KV cache in 8 bits (`kv_cache_dtype="int8"`): its layout and its rounding.
 
-Each token's K and V are rounded per head. Code that copies, stores or counts blocks sees int8 tensors. The
-compiled kernels read the same layout (cpu/cache.h). Shape letters are as in kv_cache.py.
+Each token's K and V are rounded per head. Code that copies, stores or counts blocks sees int8 tensors.
+The compiled kernels read the same layout (cpu/cache.h). Shape letters are as in kv_cache.py.
 """
 
 import torch
 from torch import Tensor
 
-from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.backends.paged_attention import TorchAttention
+from nanoengine.backends.kv_cache import KVSpec
 
 SCALE_BYTES = 4  # of a head's float32 scale
 TINY = 2.0**-100  # heads with only smaller numbers become 0: the scale's reciprocal could be infinite
@@ -40,12 +39,3 @@ def dequantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
     integers, scales = rows.flatten(-2).tensor_split([-SCALE_BYTES * num_heads], dim=-1)
     scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (integers.reshape(*rows.shape[:-1], -1) * scales.unsqueeze(-1)).to(dtype)
-
-
-class Int8Attention(TorchAttention):
-    """Attends in plain PyTorch, over K and V that are dequantized first."""
-
-    stored = staticmethod(quantize)
-
-    def _read(self, cache: KVCache, block_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return dequantize(cache.k[block_ids], dtype), dequantize(cache.v[block_ids], dtype)

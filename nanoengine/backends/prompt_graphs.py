@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanoengine.backends.device import Compute, Decodes, Forward
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.step_inputs import ModelInputs, pad, send_inputs
+from nanoengine.backends.step_inputs import ModelInputs, Send, pad, send_inputs
 
 
 def token_counts(largest: int) -> list[int]:
@@ -120,9 +120,7 @@ class Cut:
 class PromptGraphs(Forward):
     """Replays the steps that `decodes` has no graph for: with prompts, or with many sequences."""
 
-    def __init__(
-        self, decodes: Forward, plan: Decodes, recorder: Any, send: Callable[[list[np.ndarray]], list[Tensor]]
-    ) -> None:
+    def __init__(self, decodes: Forward, plan: Decodes, recorder: Any, send: Send) -> None:
         start = time.perf_counter()
         self.decodes, self.counts, self.num_tokens = decodes, token_counts(plan.max_num_tokens), 0
         self.shared: dict[Any, Tensor] = {}

@@ -75,9 +75,10 @@ class ModelInputs(NamedTuple, Generic[Array]):
     states: StateLayout[Array] | None = None  # None: no layer has recurrent state
 
 
-def send_inputs(
-    inputs: ModelInputs[np.ndarray], send: Callable[[list[np.ndarray]], list[Tensor]]
-) -> ModelInputs[Tensor]:
+Send = Callable[[list[np.ndarray]], list[Tensor]]  # `Device.send`
+
+
+def send_inputs(inputs: ModelInputs[np.ndarray], send: Send) -> ModelInputs[Tensor]:
     """Copy a batch to a device with its `send`. The next call overwrites the memory."""
     meta, states = inputs.metadata, inputs.states
     slots = [] if states is None else [states.decode_rows, states.decode_sources, states.decode_targets]

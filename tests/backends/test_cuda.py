@@ -22,7 +22,7 @@ from nanoengine.backends.cuda import CUDA, DecodeGraphs, GraphRecorder, PinnedDo
 from nanoengine.backends.device import Decodes, Trial
 from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.backends.paged_attention import TorchAttention
+from nanoengine.backends.torch_attention import TorchAttention
 from nanoengine.engine import ModelRunner, build_inputs
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, WITH_ALIBI, case_id, check_attention, metadata_of
 from tests.doubles import FakeGPU, TritonKernels

@@ -119,13 +119,13 @@ def fake_gpu(cuda_guard, monkeypatch):
     monkeypatch.setattr("nanoengine.backends.cuda.try_out", lambda *_: None)
     monkeypatch.setattr("nanoengine.backends.cuda.fusion_obstacle", lambda _: None)
 
-    def host_memory(shape, dtype):
+    def pinned_memory(shape, dtype):
         with unset_fake_temporarily():
             array = torch.zeros(*shape, dtype=dtype).numpy()
         return torch.empty(*shape, dtype=dtype), array
 
     for module in ("cuda", "device"):
-        monkeypatch.setattr(f"nanoengine.backends.{module}.host_memory", host_memory)
+        monkeypatch.setattr(f"nanoengine.backends.{module}.pinned_memory", pinned_memory)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", REAL_VARLEN_ATTN)  # knows fake tensors
     for name in ("with_kvcache", "varlen_func"):
         monkeypatch.setattr(f"flash_attn.flash_attn_{name}", attend)

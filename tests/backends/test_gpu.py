@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVSpec
-from nanoengine.backends.paged_attention import TorchAttention
+from nanoengine.backends.torch_attention import TorchAttention
 from nanoengine.backends.triton_attention import TritonAttention
 from nanoengine.engine import ModelRunner
 from nanoengine.models.hf_attention import alibi_slopes

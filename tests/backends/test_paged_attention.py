@@ -10,7 +10,8 @@ from nanoengine.backends import int8_cache
 from nanoengine.backends.cpu.compiled_attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.paged_attention import Settings, TorchAttention
+from nanoengine.backends.paged_attention import Settings
+from nanoengine.backends.torch_attention import Int8Attention, TorchAttention
 from tests import attention
 from tests.attention import BOTH, CAPPED, MIXED, WITH_ALIBI, WITH_SINKS, case_id, dense
 from tests.helpers import slow
@@ -20,7 +21,7 @@ from tests.helpers import slow
 def check(request):
     """Return a function that checks one of the CPU's two backends, with K and V as they are or in int8."""
     name, int8 = request.param.split()[0], "int8" in request.param
-    in_torch = int8_cache.Int8Attention if int8 else TorchAttention
+    in_torch = Int8Attention if int8 else TorchAttention
     on_cpu = functools.partial(CompiledAttention, kernels=Kernels(int8_cache=int8))
     return functools.partial(attention.check_attention, on_cpu if name == "compiled" else in_torch, int8=int8)
 
@@ -67,7 +68,7 @@ def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(check, len
 
 
 def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
-    monkeypatch.setattr("nanoengine.backends.paged_attention.SCORES_PER_SLICE", 4 * 90 * 7)
+    monkeypatch.setattr("nanoengine.backends.torch_attention.SCORES_PER_SLICE", 4 * 90 * 7)
     check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=attention.SINKS, alibi_slopes=attention.SLOPES)
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from nanoengine.backends.cpu.kernels import Kernels, as_int64
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.paged_attention import QueryChunk, Settings, TorchAttention, whole_rows
+from nanoengine.backends.paged_attention import PagedAttention, QueryChunk, Settings, split_batch, whole_rows
 from nanoengine.backends.step_inputs import AttentionMetadata
 
 
-class CompiledAttention(TorchAttention):
+class CompiledAttention(PagedAttention):
     """Attends on a CPU with the compiled kernels, which read K and V through the block tables."""
 
     name = "compiled"
@@ -19,12 +19,13 @@ class CompiledAttention(TorchAttention):
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int, kernels: Kernels) -> None:
         super().__init__(metadata, block_size)
         self._kernels = kernels
+        self._decodes, self._chunks = split_batch(metadata, block_size)
         self._described: list[object] = []  # keeps the tensors alive that the descriptions point to
 
     @functools.cached_property
     def description(self) -> Tensor:
         """The step as the kernel for a whole layer reads it: a `Batch` of kernels.cpp."""
-        return self._describe(self._decode_sequences, self._chunks, None)
+        return self._describe(self._decodes, self._chunks, None)
 
     @functools.cached_property
     def needed_rows(self) -> Tensor | None:
@@ -54,14 +55,14 @@ class CompiledAttention(TorchAttention):
         num_needed = len(slots if needed_rows is None else needed_rows)
         return as_int64((slots, *decodes, *sizes, of_chunks, needed_rows, num_needed))
 
-    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor) -> None:
-        self._decode_sequences = tables, seq_lens, rows
-
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
         self._kernels.write_kv(cache.k, cache.v, whole_rows(k), whole_rows(v), self.metadata.slot_mapping)
 
-    def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> None:
-        self._kernels.decode_attention(out, q, cache, self._decode_sequences, settings)
-
-    def _chunk(self, out: Tensor, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> None:
-        self._kernels.prefill_attention(out, q, cache, chunk.block_table, chunk.seq_len, settings)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        self._kernels.decode_attention(out, q, cache, self._decodes, settings)
+        for chunk in self._chunks:
+            sequence = chunk.block_table, chunk.seq_len
+            rows = slice(chunk.start, chunk.end)
+            self._kernels.prefill_attention(out[rows], q[rows], cache, *sequence, settings)
+        return out

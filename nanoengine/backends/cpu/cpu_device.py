@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from nanoengine.backends.cpu.populate_cache import PopulatingForward
 from nanoengine.backends.device import Attention, Decodes, Device, Forward
 from nanoengine.backends.host_memory import keep_freed_memory
 from nanoengine.backends.kv_cache import KVSpec
-from nanoengine.backends.paged_attention import PagedAttention, TorchAttention
+from nanoengine.backends.paged_attention import PagedAttention
 from nanoengine.config import EngineConfig
 
 if TYPE_CHECKING:  # at run time it is imported for quantized weights
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # at run time it is imported for quantized weights
 class CPU(Device):
     """Describes a CPU. Its kernels come from a C++ compiler or a wheel, and enforce_eager disables them."""
 
-    backends = (CompiledAttention, TorchAttention)
     rounds_weights = rounds_activations = has_exact_kernels = True
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
@@ -142,6 +141,10 @@ class CPU(Device):
         if self.kernels.was_compiled:
             attention.notes.append(f"compiled now, {self.kernels.seconds:.1f} s")
         return attention._replace(build=functools.partial(CompiledAttention, kernels=self.kernels))
+
+    def backends(self) -> Iterator[type[PagedAttention]]:
+        yield CompiledAttention
+        yield from super().backends()
 
     def obstacle(
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
