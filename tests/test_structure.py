@@ -86,8 +86,8 @@ def test_the_package_has_at_most_23050_lines():
     assert lines_of(FILES.values()) <= 23_050
 
 
-def test_the_tests_have_at_most_1_23_times_the_lines_of_the_package():
-    assert lines_of((ROOT / "tests").rglob("*.py")) <= 1.23 * lines_of(FILES.values())
+def test_the_tests_have_at_most_1_2_times_the_lines_of_the_package():
+    assert lines_of((ROOT / "tests").rglob("*.py")) <= 1.2 * lines_of(FILES.values())
 
 
 def test_each_file_has_a_name_of_its_own_that_says_what_it_does():

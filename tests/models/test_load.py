@@ -636,7 +636,7 @@ def test_a_window_of_a_llama_config_changes_nothing_as_in_transformers(tmp_path)
 
 
 def test_layer_types_of_a_mistral_config_say_which_layers_have_a_window(tmp_path):
-    """Ministral 8B has such a config. transformers loads it as Ministral, whatever its architectures are."""
+    """transformers loads such a config as Ministral, whatever its architectures are."""
     types = ["full_attention", "sliding_attention"]
     settings = {"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": types}
     transformers.MistralConfig(**TINY, **settings).save_pretrained(tmp_path)
