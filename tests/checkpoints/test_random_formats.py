@@ -246,7 +246,8 @@ class Case:
         theirs, tolerance = logprobs_of(self.model, tokens)[ends], 2e-4
         if self.dtype == "bfloat16":
             rounded = logprobs_of(deepcopy(self.model).bfloat16(), tokens)[ends]
-            tolerance = 0.02 + 2 * (rounded - theirs).square().mean().sqrt()
+            # On some processors, products with integers also round the activations, to 8 bits
+            tolerance = 0.02 + 3 * (rounded - theirs).square().mean().sqrt()
         difference = (ours - theirs).square().mean().sqrt()
         assert difference <= tolerance, f"logprobs differ by {difference:.3} > {tolerance:.3}: {self}"
 
