@@ -368,9 +368,9 @@ class CUDA(Device):
         from nanoengine.backends.flash_attention import FlashAttention, VarlenAttention  # loads Triton
         from nanoengine.backends.triton_attention import TritonAttention
 
-        if self.config.attn_backend == "varlen":  # only if asked for: it has not run on a GPU yet
-            return iter((VarlenAttention,))
-        return iter((TritonAttention, FlashAttention, TorchAttention))
+        is_asked = self.config.attn_backend == "varlen"  # not chosen otherwise: it has not run on a GPU yet
+        yield from (VarlenAttention,) if is_asked else (TritonAttention, FlashAttention)
+        yield from super().backends()
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float16 instead of bfloat16 on GPUs before Ampere, unless the user chose the dtype."""
