@@ -67,11 +67,11 @@ struct Slots {
 
 // The type F of queries and weights is Factor<X>. In 16-bit dtypes with an int8 cache, a row of them is rounded to 16-bit
 // integers, with a scale, because multiplying integers takes half the instructions of converting K and V. Otherwise these
-// are converted to F.
+// are converted to F: numbers of 16 bits to float in registers, others in memory. R is what the registers load.
 template <class F>
 constexpr bool IS_INTEGER = std::is_same_v<F, int16_t>;
-template <class F>
-using Read = std::conditional_t<IS_INTEGER<F>, int8_t, F>;
+template <class F, class C>
+using Read = std::conditional_t<IS_INTEGER<F> || (std::is_same_v<F, float> && sizeof(C) == 2), C, F>;
 template <class F>
 using Sums = std::conditional_t<IS_INTEGER<F>, integers, floats>;
 template <class F>
@@ -118,6 +118,12 @@ static inline floats add_two(floats sum, integers a, integers b) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
 #endif
+// Returns 2 LANES numbers as two registers: of bf16, which are the halves of 32 bits, first the even ones.
+template <class R>
+static inline std::pair<floats, floats> two_floats(const R* from) {
+  if constexpr (std::is_same_v<R, bf16>) return {weights_of(from, 0, 0), weights_of(from, 1, 0)};
+  else return {weights_of(from, 0, 0), weights_of(from, 0, 1)};
+}
 template <class R>  // 2 LANES numbers that are read as R
 using Numbers = std::conditional_t<sizeof(R) == 1, bytes, pairs>;
 
@@ -136,10 +142,14 @@ static inline std::pair<integers, integers> interleaved(const R* a, const R* b) 
   return {widened(interleave_lanes<0>(first, second, each)), widened(interleave_lanes<1>(first, second, each))};
 }
 
-// Writes the n sums of `add_values` for values that are read as R, times `scale`, in order. n is a multiple of 2 LANES.
-template <class R, class S>
+// In two registers, numbers are in groups, which belong to the first and the second one in turns: pairs of interleaved rows
+// to half a lane.
+template <class F, class R>
+constexpr int64_t GROUP = STEP<F> == 2 ? std::min<int64_t>(LANES, 8 / sizeof(R)) : std::is_same_v<R, bf16> ? 1 : LANES;
+
+// Writes the n sums of `add_values`, times `scale`, in order. n is a multiple of 2 LANES.
+template <int64_t GROUP, class S>
 static void put_in_order(float* __restrict out, const S* __restrict sums, float scale, int64_t n) {
-  constexpr int64_t GROUP = sizeof(R) > 2 ? LANES : std::min<int64_t>(LANES, 8 / sizeof(R));  // pairs of half a lane
   for (int64_t i = 0; i < n; i += 2 * LANES)
     for (int64_t j = 0; j < LANES; j += GROUP)
       for (int64_t half = 0; half < 2; half++)
@@ -147,14 +157,27 @@ static void put_in_order(float* __restrict out, const S* __restrict sums, float 
           out[i + 2 * j + half * GROUP + k] = sums[i + half * LANES + j + k] * scale;
 }
 
+// Puts numbers in the order of `two_floats` for bf16.
+static void split_pairs(float* numbers, int64_t n) {
+  float kept[2 * LANES];
+  for (int64_t i = 0; i < n; i += 2 * LANES) {
+    memcpy(kept, numbers + i, sizeof kept);
+    for (int64_t j = 0; j < 2 * LANES; j++) numbers[i + j % 2 * LANES + j / 2] = kept[j];
+  }
+}
+
 #ifndef EXACT
 template <class X>
 using Factor = std::conditional_t<HAS_SCALES && sizeof(X) == 2, int16_t, Input<X>>;
 
-template <class F>
-static inline Sums<F> add_products(Sums<F> sum, const F* a, const Read<F>* b) {
-  if constexpr (STEP<F> == 1) return sum + load_as<floats>(a) * load_as<floats>(b);
-  else return add_two(sum, load_as<integers>(a), widened(load_as<Numbers<Read<F>>>(b)));
+template <class F, class R>
+static inline Sums<F> add_products(Sums<F> sum, const F* a, const R* b) {
+  if constexpr (STEP<F> == 2) {
+    return add_two(sum, load_as<integers>(a), widened(load_as<Numbers<R>>(b)));
+  } else {
+    auto [first, second] = two_floats(b);
+    return sum + load_as<floats>(a) * first + load_as<floats>(a + LANES) * second;
+  }
 }
 
 // Computes scores[row] = q[row] . key for tokens of a span, `rows` rows of each K/V head: the first ones of `stride`. Rows
@@ -166,7 +189,7 @@ static void write_scores(float* scores, const F* q, const Cached<X>* cache, cons
   static thread_local std::vector<Sums<F>> kept;
   Sums<F>* parts = room_for(K * stride * 4, kept);  // (K, stride, 4): of four tokens each
   for (int64_t t = slots.low / 16 * 16; t < slots.high; t += 16) {
-    auto keys = slots.read<16, Read<F>>(cache, t, K, D, width);
+    auto keys = slots.read<16, Read<F, Cached<X>>>(cache, t, K, D, width);
     for (int64_t j = 0; j < std::min<int64_t>(16, slots.high - t); j += 4) {
       for (int64_t i = t + j; HAS_SCALES && i < t + j + 4; i++)
         __builtin_prefetch(v_cache + slots.of[i] * row_size(K, Dv) + K * Dv, 0, 2);
@@ -176,7 +199,7 @@ static void write_scores(float* scores, const F* q, const Cached<X>* cache, cons
           constexpr int R = decltype(height)::value;
           const F* of_tile = q + (head * stride + row) * width;
           Sums<F> sum[R][4] = {};
-          for (int64_t d = 0; d < width; d += LANES * STEP<F>)
+          for (int64_t d = 0; d < width; d += 2 * LANES)
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++)
               for (int i = 0; i < 4; i++)
@@ -232,7 +255,7 @@ static void add_values(Sum<F>* sums, const F* weights, const C* cache, const Slo
                        int64_t K, int64_t D, int64_t width) {
   constexpr int64_t TOKENS = 32 / sizeof(F);  // whose values stay in the L1 cache for all rows
   for (int64_t t = slots.low / TOKENS * TOKENS; t < slots.high; t += TOKENS) {
-    auto values = slots.read<TOKENS, Read<F>>(cache, t, K, D, width);
+    auto values = slots.read<TOKENS, Read<F, C>>(cache, t, K, D, width);
     int64_t first = std::max(slots.low, t) / STEP<F> * STEP<F>, last = std::min(slots.high, t + TOKENS);
     for (int64_t head = 0; head < K; head++) {
       slots.prefetch(cache, t + 16, TOKENS, head, K, D);
@@ -242,10 +265,11 @@ static void add_values(Sum<F>* sums, const F* weights, const C* cache, const Slo
           const F* weight = weights + (head * stride + row) * ROW;
           Sum<F>* to = sums + (head * stride + row) * width + d;
           Sums<F> sum[R][2];
+#pragma GCC unroll 4
           for (int r = 0; r < R; r++)
             for (int i = 0; i < 2; i++) sum[r][i] = load_as<Sums<F>>(to + r * width + i * LANES);
           for (int64_t j = first; j < last; j += STEP<F>) {
-            const Read<F>* value = values[j - t] + head * width + d;
+            const Read<F, C>* value = values[j - t] + head * width + d;
             if constexpr (STEP<F> == 2) {  // one instruction adds two tokens to a sum
               auto [a, b] = interleaved(value, values[j - t + 1] + head * width + d);
               for (int r = 0; r < R; r++) {
@@ -254,10 +278,11 @@ static void add_values(Sum<F>* sums, const F* weights, const C* cache, const Slo
                 sum[r][1] = add_two(sum[r][1], pair, b);
               }
             } else {
-              for (int r = 0; r < R; r++)
-                for (int i = 0; i < 2; i++) sum[r][i] += weight[r * ROW + j] * load_as<floats>(value + i * LANES);
+              auto [a, b] = two_floats(value);
+              for (int r = 0; r < R; r++) sum[r][0] += weight[r * ROW + j] * a, sum[r][1] += weight[r * ROW + j] * b;
             }
           }
+#pragma GCC unroll 4
           for (int r = 0; r < R; r++)
             for (int i = 0; i < 2; i++) memcpy(to + r * width + i * LANES, &sum[r][i], sizeof sum[r][i]);
         });
@@ -335,7 +360,7 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
                              int64_t window, float softcap, const float* sinks, const float* slopes) {
   using F = Factor<X>;
   auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
-  int64_t G = H / K, query_width = padded(D, LANES * STEP<F>), width = padded(Dv, 2 * LANES);
+  int64_t G = H / K, query_width = padded(D, 2 * LANES), width = padded(Dv, 2 * LANES);
   std::vector<Task> tasks;
   std::vector<Member> members;
   std::vector<int64_t> first_result;
@@ -374,6 +399,9 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
       each_row([&](int64_t m, int64_t head, int64_t row) {
         const X* query = q + (rows[all[m].sequence] * H + head) * D;
         query_scales[row] = convert_factors<QUERY_LIMIT>(&queries[row * query_width], query, D);
+#ifndef EXACT
+        if constexpr (GROUP<F, Read<F, Cached<X>>> == 1) split_pairs(&queries[row * query_width], query_width);
+#endif
       });
       each_part([&](const Slots& slots, int64_t m, int64_t count) {
         write_scores<X>(&scores[m * G * ROW], &queries[m * G * query_width], k_cache, v_cache, slots, count * G, n * G, K,
@@ -403,7 +431,7 @@ static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const
       });
       each_row([&](int64_t m, int64_t head, int64_t row) {
         float* to = results + all[m].result * size + head * width;
-        put_in_order<Read<F>>(to, &sums[row * width], weight_scales[row], width);
+        put_in_order<GROUP<F, Read<F, Cached<X>>>>(to, &sums[row * width], weight_scales[row], width);
       });
     }
     std::vector<float> row(Dv);
