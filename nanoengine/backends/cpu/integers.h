@@ -42,6 +42,22 @@ static inline integers bytes_of(const int4x8* step, int j) {
   return (integers)((j % 2 ? both >> 4 : both) & 0x0f0f0f0f);
 }
 
+// With AVX2 alone, products of 4-bit weights are added in 16 bits first, two to a sum, for four steps: up to 8 * 15 * 128.
+#if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
+template <class W>
+constexpr bool IN_SHORTS = !std::is_same_v<W, int8_t>;
+static inline integers add_shorts(integers sum, integers shorts) {
+  return sum + (integers)_mm256_madd_epi16((__m256i)shorts, _mm256_set1_epi16(1));
+}
+// Without this, the compiler computes products of all rows first, and keeps them on the stack.
+static inline void keep_order(integers& vector) { asm volatile("" : "+x"(vector)); }
+#else
+template <class W>
+constexpr bool IN_SHORTS = false;
+static inline integers add_shorts(integers sum, integers) { return sum; }
+static inline void keep_order(integers&) {}
+#endif
+
 // Adds to each lane the sum of products of INPUTS weights and activations.
 template <class W>
 static inline integers add_dot(integers sum, integers weights, integers x) {
@@ -61,7 +77,7 @@ static inline integers add_dot(integers sum, integers weights, integers x) {
   __m256i w = (__m256i)weights, signed_x = (__m256i)x;
   if constexpr (!OFFSET<W>) signed_x = _mm256_sign_epi8(signed_x, w), w = _mm256_abs_epi8(w);
   __m256i pairs = _mm256_maddubs_epi16(w, signed_x);
-  return sum + (integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  return IN_SHORTS<W> ? (integers)_mm256_add_epi16((__m256i)sum, pairs) : add_shorts(sum, (integers)pairs);
 #elif defined(__ARM_FEATURE_DOTPROD)
   return (integers)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)x);
 #else
@@ -168,6 +184,11 @@ static void multiply_integers(float* sums, Rounded& x, int64_t first, const char
     const char* step = block;
     for (int64_t i = 0; i < group; i += 4 * INPUTS) {
       for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+      integers part[R][VECTORS];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) part[r][j] = IN_SHORTS<W> ? integers{} : sum[r][j];
 #pragma GCC unroll 4
       for (int k = 0; k < 4; k++, from += INPUTS, step += STEP_BYTES<W>) {
         integers weights[VECTORS];
@@ -177,10 +198,18 @@ static void multiply_integers(float* sums, Rounded& x, int64_t first, const char
         for (int r = 0; r < R; r++) {
           int32_t four;
           memcpy(&four, from + r * stride, 4);
+          integers inputs = integers{} + four;
+          keep_order(inputs);
 #pragma GCC unroll 4
-          for (int j = 0; j < VECTORS; j++) sum[r][j] = add_dot<W>(sum[r][j], weights[j], integers{} + four);
+          for (int j = 0; j < VECTORS; j++) part[r][j] = add_dot<W>(part[r][j], weights[j], inputs);
+#pragma GCC unroll 4
+          for (int j = 0; j < VECTORS; j++) keep_order(part[r][j]);
         }
       }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) sum[r][j] = IN_SHORTS<W> ? add_shorts(sum[r][j], part[r][j]) : part[r][j];
     }
     const uint16_t* params = (const uint16_t*)(block + form.weight_bytes());
 #pragma GCC unroll 4
