@@ -1,7 +1,6 @@
 """The same answer, to the last bit, under random schedules: what docs/guide/bits.md promises."""
 
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from benchmarks import bits
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Device
-from tests.backends.test_kernels import INSTRUCTION_SETS, flags
+from tests.backends.test_kernels import INSTRUCTION_SETS, skip_without
 from tests.helpers import checkpoint, hf_model, random_prompts
 from tests.model_table import small_config, small_model
 
@@ -107,8 +106,7 @@ def test_no_schedule_changes_a_bit_of_a_log_probability(kind, form, schedules, n
 @pytest.mark.parametrize("form", ["float32", "int8", "int4", "int8 cache of bfloat16"])  # each type and cache
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_no_schedule_changes_a_bit_with_another_instruction_set(name, form, tmp_path, monkeypatch):
-    if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
-        pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
+    skip_without(name)
     monkeypatch.setenv("CXX", f"g++ -march={name}")
     for kind in KINDS[:2]:
         assert find_difference(kind, form, range(1), tmp_path) is None
