@@ -14,7 +14,7 @@ FILES = (
 SELECTION = """
     test_paged_attention and (compiled or shares_its_blocks)
     or test_integers or test_int8_cache and kernel_writes
-    or test_kernels and not instruction_set and not layer_in_one_call and not last_layer and not 8224
+    or test_kernels and not instruction_set and not layer_in_one_call and not last_layer
     or test_sampler and kernel_samples
     or test_decoder and greedy_tokens and (qwen3-False or biases-False)
     or test_decoder and as_exact and False
