@@ -24,10 +24,12 @@ if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that nee
 
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
 GENERATION_CONFIG = "generation_config.json"
-# Its fields that choose tokens in transformers only. vLLM ignores them too
-_NAMES = "bad_words_ids begin_suppress_tokens epsilon_cutoff eta_cutoff forced_bos_token_id min_length "
-_NAMES += "forced_eos_token_id min_new_tokens no_repeat_ngram_size sequence_bias stop_strings suppress_tokens"
-NOT_APPLIED = {*_NAMES.split()}
+# Its fields that choose tokens in transformers only, with a value that changes nothing. vLLM ignores them too
+_NAMES = "bad_words_ids begin_suppress_tokens epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
+_NAMES += "force_words_ids forced_bos_token_id forced_eos_token_id min_length min_new_tokens penalty_alpha "
+_NAMES += "no_repeat_ngram_size sequence_bias stop_strings suppress_tokens top_h"
+NOT_APPLIED: dict[str, Any] = dict.fromkeys(_NAMES.split())
+NOT_APPLIED |= dict.fromkeys(["encoder_repetition_penalty", "guidance_scale", "num_beams", "typical_p"], 1)
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORIGINAL = "original_max_position_embeddings"
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
@@ -154,8 +156,7 @@ class Checkpoint:
             if set(getattr(self.hf_config, "layer_types", None) or ()) == {"linear_attention"}:
                 return DEFAULT_LENGTH  # a recurrent state has no positions
             raise ValueError("max_model_len must be given: the model's config does not state a limit")
-        length = max_model_len or positions
-        if length > positions:
+        if (length := max_model_len or positions) > positions:
             raise ValueError(f"max_model_len must be at most {positions}, the model's limit, got {length}")
         return length
 
@@ -209,7 +210,7 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
         eos += ids
     known = tuple(token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
     given = {} if config.generation_config == "vllm" else generation
-    if unused := ", ".join(name for name in given if name in NOT_APPLIED and given[name]):
+    if unused := ", ".join(x for x in given if given[x] and given[x] != NOT_APPLIED.get(x, given[x])):
         message = "%s: these settings are not applied, as in vLLM: %s"
         logging.getLogger(__name__).warning(message, path / GENERATION_CONFIG, unused)
     checkpoint = Checkpoint(
@@ -227,8 +228,7 @@ def _choose_code(
     quantization = decoder_config = None
     try:
         if architecture.endswith(POOLING) or (path / "modules.json").is_file():
-            what = "it embeds, scores or classifies texts"
-            raise UnsupportedModelError(f"{what}; nanoengine only generates text")
+            raise UnsupportedModelError("it embeds, scores or ranks texts; nanoengine only generates text")
         stated = next(filter(None, (getattr(x, "quantization_config", None) for x in (config, part))), None)
         if stated:
             from nanoengine.checkpoints.quantized_formats import choose_reader

@@ -92,7 +92,7 @@ def content(name, holds):
 
 ELSE = "{}.* is not supported: its config belongs to Qwen3"
 POOLING = "ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel"
-POOLS = "it embeds, scores or classifies texts; nanoengine only generates text"
+POOLS = "it embeds, scores or ranks texts; nanoengine only generates text"
 UNFIT = rf"of another shape than the config requires: .*{NORM}"
 NO_WEIGHT = f"holds tensor '{UP}' as .*; a weight must be one of F64, F32"
 NO_WEIGHTS = torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn
@@ -533,7 +533,7 @@ def test_eos_ids_come_from_all_files_and_sampling_parameters_from_the_generation
     copy, caplog
 ):
     generation = {"eos_token_id": [5, 9], "temperature": 0.3, "max_new_tokens": 77}
-    generation |= {"suppress_tokens": [4], "no_repeat_ngram_size": 3, "min_length": 0}
+    generation |= {"suppress_tokens": [4], "num_beams": 4, "min_length": 0, "typical_p": 1.0}
     (copy / "generation_config.json").write_text(json.dumps(generation))
     edit_config(copy, eos_token_id=[7, 500, -1])  # the last two are no tokens
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{i}": i for i in range(10)}))
@@ -545,7 +545,7 @@ def test_eos_ids_come_from_all_files_and_sampling_parameters_from_the_generation
     assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 1.0, 77)
     assert plain.default_sampling_params() == SamplingParams()
     (warning,) = caplog.messages
-    assert warning.endswith("not applied, as in vLLM: suppress_tokens, no_repeat_ngram_size")
+    assert warning.endswith("not applied, as in vLLM: suppress_tokens, num_beams")
 
 
 # Types whose config class has a default -> it
