@@ -47,6 +47,12 @@ def dtype_of(kind: str) -> np.dtype[Any]:
     )
 
 
+@cache
+def constant(operand: str) -> int:
+    """Return the bits of a constant, such as 16, 0x10 or 0f41800000."""
+    return int(re.sub("^0[fd]", "0x", operand).rstrip("U"), 0)
+
+
 def rows(addresses: Lanes, size: int, end: int) -> Lanes:
     """Return the indices of aligned rows of `size` bytes within `end` bytes."""
     if (addresses % size).any():
@@ -62,11 +68,12 @@ WRITTEN, COPYING, MULTIPLYING, UNPUBLISHED = 1, 2, 4, 8  # flags of a byte of sh
 # The users of a byte since the last barrier: none, threads of several warps, one thread (its number), or
 # threads of warp w: OF_WARP + w, and SYNCED + w if bar.warp.sync came afterwards.
 NOBODY, SEVERAL, OF_WARP, SYNCED = -1, -2, 2000, 3000
+WARPS: Lanes = np.r_[np.arange(OF_WARP) // WARP, np.arange(OF_WARP) % 1000, -1, -1].astype(np.int16)
 
 
 def warp_of(users: Lanes) -> Lanes:
     """Return the warps of users, or -1."""
-    return np.where(users < 0, -1, np.where(users < OF_WARP, users // WARP, users % 1000)).astype(np.int16)
+    return WARPS[users]
 
 
 def clash(before: Lanes, users: Lanes) -> bool:
@@ -84,7 +91,7 @@ def together(at: Lanes, users: Lanes) -> Lanes:
     low, high = lowest[at], highest[at]
     warp = warp_of(low)
     of_many = np.where(warp == warp_of(high), OF_WARP + warp, SEVERAL)
-    return np.where(low == high, users, of_many).astype(np.int16)
+    return np.where(low == high, users, of_many)
 
 
 class SharedMemory:
@@ -220,6 +227,13 @@ def opcode(pattern: str, section: str) -> Callable[[Any], Any]:
     return register
 
 
+@cache
+def meaning(name: str) -> tuple[Callable[..., None], Any] | None:
+    """Return what executes an opcode, and the groups of its pattern."""
+    tried = ((execute, re.fullmatch(pattern, name)) for pattern, (execute, _) in OPCODES.items())
+    return next(((execute, found.groups()) for execute, found in tried if found), None)
+
+
 class Kernel:
     """A kernel's PTX as a list of instructions, and the bytes of shared memory that it needs."""
 
@@ -251,11 +265,9 @@ class Kernel:
             for x in re.findall(r"\{.*?\}|\[.*?\]|[^,\s]+", rest)
         ]
         collective = bool(re.match(r"bra|ret|fence|.*(\.sync|_group)", name))
-        for pattern, (execute, _) in OPCODES.items():
-            if found := re.fullmatch(pattern, name):
-                negated, groups = negation == "!", found.groups()
-                return Instruction(line, text, predicate, negated, execute, groups, collective, operands)
-        raise Fault(f"unknown opcode {name} in line {line}: {text}")
+        if not (found := meaning(name)):
+            raise Fault(f"unknown opcode {name} in line {line}: {text}")
+        return Instruction(line, text, predicate, negation == "!", *found, collective, operands)
 
 
 SYNC = "parallel-synchronization-and-communication-instructions-"
@@ -286,8 +298,9 @@ class Cta:
 
     def run(self) -> None:
         """Execute instructions until the kernel returns."""
-        while self.next is not None:
-            self.step()
+        with np.errstate(all="ignore"):
+            while self.next is not None:
+                self.step()
 
     def step(self) -> None:
         """Execute one instruction, unless its predicate is false in all threads."""
@@ -303,8 +316,7 @@ class Cta:
                     return
             if it.collective and self.active is not ...:
                 raise Fault("threads diverge")
-            with np.errstate(all="ignore"):
-                it.execute(self, it.operands, *it.modifiers)
+            it.execute(self, it.operands, *it.modifiers)
         except Fault as fault:
             raise Fault(f"{fault}, in line {it.line} of {self.kernel.name}: {it.text}") from None
 
@@ -318,7 +330,7 @@ class Cta:
             return value.view(dtype)
         if operand.startswith("%"):
             raise Fault(f"{operand} is read before it is written")
-        bits = int(re.sub("^0[fd]", "0x", operand).rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
+        bits = constant(operand) % (1 << 8 * dtype.itemsize)
         return np.full(self.kernel.num_threads, bits, f"u{dtype.itemsize}").view(dtype)
 
     def put(self, register: Operand, value: Lanes, *, extend: bool = False) -> None:
@@ -583,12 +595,17 @@ def to_registers(product: Lanes) -> Lanes:
 def by_thread(kinds: str, compute: Any) -> Callable[..., None]:
     """Return what executes an opcode of the table: it treats each thread by itself."""
 
-    def execute(cta: Cta, operands: list[Operand], *groups: str | None) -> None:
+    @cache
+    def types_of(groups: tuple[str | None, ...]) -> tuple[list[str], Any]:
         kind = next((x for x in groups if x), "")
         wide = f"{kind[0]}{2 * int(kind[1:])}" if kinds[0] == "w" else kind
         types = {"t": kind, "w": kind, "W": wide, "u": "u32", "p": "pred", "h": "b16"}
-        inputs = [cta.get(x, types[letter]) for x, letter in zip(operands[1:], kinds, strict=True)]
-        cta.put(operands[0], compute(*(x.astype(dtype_of(wide)) for x in inputs) if wide != kind else inputs))
+        return [types[letter] for letter in kinds], wide != kind and dtype_of(wide)
+
+    def execute(cta: Cta, operands: list[Operand], *groups: str | None) -> None:
+        types, wide = types_of(groups)
+        inputs = [cta.get(x, kind) for x, kind in zip(operands[1:], types, strict=True)]
+        cta.put(operands[0], compute(*(x.astype(wide) for x in inputs) if wide else inputs))
 
     return execute
 

@@ -1,5 +1,6 @@
 """Launches of Triton kernels without a GPU: recorded, compiled for a GPU, or executed as PTX."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +22,7 @@ TARGETS: dict[str, tuple[tuple[Any, ...], int]] = {
     "sm90": (("cuda", 90, 32), 227 << 10),
     "gfx942": (("hip", "gfx942", 64), 64 << 10),
 }
+read = functools.lru_cache(2)(Kernel)  # launches of the same kernel follow each other
 OPTIONS: list[str] = ["num_stages", "num_warps", "enable_fp_fusion"]
 # Patterns of what orders memory in PTX, and what replaces them in a mutant.
 MUTATIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -106,7 +108,7 @@ class Emulated(Recorder):
         """Return the programs of a launch, none of which has started, and the memory that they share."""
         compiled = compile_launch(self.kernel, named, options, self.generation)
         ptx = compiled.asm["ptx"]
-        kernel = Kernel(self.edit(ptx, named) if self.edit else ptx, compiled.metadata.shared)
+        kernel = read(self.edit(ptx, named) if self.edit else ptx, compiled.metadata.shared)
         params = {param.name: param for param in self.kernel.params}
         memory = GlobalMemory(
             (x, not params[name].do_not_specialize_on_alignment)

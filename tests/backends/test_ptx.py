@@ -11,7 +11,7 @@ from docs.ptx import Cta, Fault, GlobalMemory, Kernel
 from nanoengine.backends import triton_attention as backend
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
 from tests.helpers import slow
-from tests.launches import MUTATIONS, Emulated, obstacle
+from tests.launches import MUTATIONS, Emulated, compile_launch, obstacle
 
 if reason := obstacle():
     pytest.skip(reason, allow_module_level=True)
@@ -24,11 +24,11 @@ EDGES = [(1, 200), (1, 192), (1, 64), (22, 112), (3, 3)]  # splits of 64; a tile
 NO_POWERS_OF_2 = {"heads": 6, "head_dim": 24, "v_head_dim": 20}
 
 
-def execute(generation, lens, dtype, edit=None, max_programs=None, **settings):
+def execute(generation, lens, dtype, max_programs=None, **settings):
     """Check attention computed by emulated kernels. Splits are small, a program computes several of them, and
     memory that has not been written is NaN.
     """
-    emulated = [Emulated(getattr(backend, name), generation, edit) for name in KERNELS]
+    emulated = [Emulated(getattr(backend, name), generation) for name in KERNELS]
     with pytest.MonkeyPatch.context() as patch:
         for name, kernel in zip(KERNELS, emulated, strict=True):
             patch.setattr(backend, name, kernel)
@@ -204,20 +204,21 @@ REDUNDANT = {
 )
 def test_removing_any_barrier_fence_or_wait_is_noticed(generation, dtype, head_dim):
     lines = Path(backend.__file__).read_text().splitlines()
-
-    def run(edit):  # programs that compute all splits of a sequence, and programs that share them
-        for max_programs in (6, 12):
-            arguments = generation, [(1, 300), (20, 250), (1, 40)], dtype, edit
-            execute(*arguments, head_dim=head_dim, max_programs=max_programs)
-
-    seen, survivors = {}, []
-    run(lambda ptx, named: seen.setdefault(str(named.get("DECODE", named.keys())), ptx))
-    for original in seen.values():
+    launches, survivors = {}, []
+    for max_programs in (6, 12):  # splits to a program: all of a sequence, or some
+        batch = [(1, 300), (20, 250), (1, 40)]
+        for emulated in execute(generation, batch, dtype, head_dim=head_dim, max_programs=max_programs):
+            for launch in emulated.launches:
+                ptx = compile_launch(emulated.kernel, *launch[:2], generation).asm["ptx"]
+                launches.setdefault(ptx, []).append((emulated.kernel, launch))
+    for original, affected in launches.items():
         for kind, (pattern, replacement) in MUTATIONS.items():
             for match in re.finditer(pattern, original):
                 mutant = original[: match.start()] + replacement(match) + original[match.end() :]
                 try:
-                    run(lambda ptx, named, pair=(original, mutant): pair[1] if ptx == pair[0] else ptx)
+                    for kernel, launch in affected:
+                        for cta in Emulated(kernel, generation, lambda *_, ptx=mutant: ptx).ctas(*launch)[0]:
+                            cta.run()
                 except Fault:
                     continue
                 place = re.findall(r"(?m)triton_attention\.py:(\d+):\d+(?: \])*$", mutant[: match.start()])
