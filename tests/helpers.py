@@ -592,6 +592,7 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
         The implementation that computed them.
     """
     prompts = random_prompts(lengths)
+    reference.answers = getattr(reference, "answers", {})  # the cache of `greedy`
     counts: Counter[str] = Counter()
     for num_kv_blocks in (24, 16, 96):  # how many are tight depends on the windows
         settings: Any = {"num_kv_blocks": num_kv_blocks, "block_size": 8, "max_num_batched_tokens": 30}

@@ -40,7 +40,9 @@ SMALL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     **helpers.IN_GROUPS,
     **helpers.LATENT,
-    **dict.fromkeys(("head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("head_dim", "v_head_dim", "linear_head_dim", "mamba_head_dim", "ssm_state_size"), 16),
+    **dict.fromkeys(("linear_num_heads", "mamba_num_heads"), 8),
+    "chunk_size": 16,  # of a scan: prompts are padded to whole chunks
     "unpadded_vocab_size": TINY["vocab_size"],
     "is_decoder": True,
 }
@@ -77,12 +79,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128},
     "gemma4_assistant": {"text_config": {**TINY, **WITHOUT_INPUTS, "num_kv_shared_layers": 2}},
     "bloom": {"seq_length": 512},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_state": 16, **MAMBA},
     "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "max_position_embeddings": 512},
     "llama4_text": LLAMA4,
     "llama4": {"text_config": {**TINY, **LLAMA4}, "vision_config": SMALL_VISION},
     "longcat_flash": {"head_dim": 8},
-    "mamba2": {"num_heads": 8, "chunk_size": 16},  # prompts are padded to whole chunks
+    "mamba2": {"num_heads": 8},
     "modernbert-decoder": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
