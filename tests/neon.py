@@ -26,10 +26,12 @@ from nanoengine.backends.cpu import build, cpu_device, kernels, packed_layers
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PROCESSOR = os.environ.get("NEON_PROCESSOR", "armv8.2-a+dotprod")  # what the compiler calls it
+TYPES = int(os.environ.get("NEON_TYPES", "7"))  # of numbers, as in kernels.cpp
 DRIVER = Path(__file__).parent / "neon.cpp"
 called: set[str] = set()
 
 # The compiler takes minutes for all kernels, so a program has some, and only attention depends on the cache.
+# Of the exact ones tests call only decode_attention.
 ATTENTION = "decode_attention", "prefill_attention", "write_kv"
 PRODUCTS = "linear", "unpack_rows"  # and pack_integers
 LAYER = "decoder_layer"  # calls these same functions, and takes addresses
@@ -46,7 +48,7 @@ class Emulated(NamedTuple):
 
 def names_of(kernels: tuple[str, ...]) -> set[str]:
     """Return the names that a program with these kernels exports."""
-    types = "float32", "bfloat16", "float16"
+    types = [kind for bit, kind in ((1, "float32"), (2, "bfloat16"), (4, "float16")) if TYPES & bit]
     return {"pack_integers_int8"} | {f"{name}_{kind}" for name in kernels for kind in types}
 
 
@@ -55,9 +57,9 @@ def start(kernels: tuple[str, ...], int8_cache: bool, exact: bool) -> Emulated:
     """Compile a program with these kernels, and start it."""
     directory = tempfile.TemporaryDirectory()
     flags = [flag for flag in build.FLAGS.split() if flag not in ("-march=native", "-shared", "-fPIC")]
-    flags += ["-DEXACT"] * exact
+    flags += [f"-DTYPES={TYPES + 8 * int8_cache}", *["-DEXACT"] * exact]
     includes = [f"-I{directory.name}", f"-I{build.SOURCE.parent}"]
-    command = [COMPILER, *flags, f"-march={PROCESSOR}", "-static", *includes, f"-DTYPES={7 + 8 * int8_cache}"]
+    command = [COMPILER, *flags, f"-march={PROCESSOR}", "-static", *includes]
     others = rf"(?m)^EXPORT\((?!({'|'.join(kernels)})\)).*$"
     Path(directory.name, "kernels.cpp").write_text(re.sub(others, "", build.SOURCE.read_text()))
     entries = "\n".join(f"ENTRY({name})" for name in names_of(kernels))
@@ -89,7 +91,8 @@ class EmulatedKernels(kernels.Kernels):
         full_name = f"{name}_{str(first.dtype).removeprefix('torch.')}"
         called.add(full_name)
         part = next((part for part in (ATTENTION, OTHERS) if name in part), PRODUCTS)
-        process = start(part, *(self.of_attention if part == ATTENTION else (False, False))).process
+        int8_cache, exact = self.of_attention if part == ATTENTION else (False, False)
+        process = start((name,) if exact else part, int8_cache, exact).process
         parts = [struct.pack("=q", len(full_name)), full_name.encode()]
         for argument in (first, *arguments):
             if isinstance(argument, Tensor):

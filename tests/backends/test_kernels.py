@@ -131,7 +131,7 @@ def test_a_product_with_a_packed_weight_and_its_rows_equal_those_of_what_it_stan
         assert torch.equal(weight.dequantize(torch.float32).double(), stands_for.float().double())
     else:
         assert kernels.can_multiply(weight)
-    for b in (bias,) if num_rows > 100 else (None, bias):  # the largest takes an emulator long
+    for b in (bias,) if num_rows > 100 else (None, bias):  # the largest takes long
         packed = PackedLinear(weight, b, kernels, dtype)
         assert torch.equal(packed.weight, stands_for.float().to(dtype))
         ids = torch.tensor([[num_outputs - 1, 0], [num_outputs // 2] * 2])
