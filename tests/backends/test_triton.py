@@ -33,6 +33,18 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+# At each call of a device function the interpreter patches Triton's language again: a third of the time.
+if INTERPRETED:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    call, patched = InterpretedFunction.__call__, set()
+
+    def call_patched(function, *args, **kwargs):
+        is_first, _ = function.fn.__module__ not in patched, patched.add(function.fn.__module__)
+        return call(function, *args, **kwargs) if is_first else function.rewrite()(*args, **kwargs)
+
+    InterpretedFunction.__call__ = call_patched
+
 
 def runs_kernels(test):
     """Mark a test that also runs on a GPU, by `make gpu`."""
