@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from nanoengine import AsyncLLM, requests
 from nanoengine.server.lifecycle import Server
 from nanoengine.server.service import Service
-from tests.helpers import DEMO
+from tests.helpers import DEMO, change_tensors, edit_config
 
 TIMEOUT = 300.0  # seconds until a test gives up; a busy machine may need many
 # Each request opens a connection, since the server may close an idle one just as it is used again.
@@ -58,10 +58,12 @@ class Script:
 
 
 @contextmanager
-def scripted(script, path, template=TEMPLATE, **settings):
-    """Yield the address and the service of a server of the bundled model that generates a script's texts."""
+def scripted(script, path, template=TEMPLATE, layers=1, **settings):
+    """Yield address and service of a server of the bundled model's first layers that generates a script."""
     shutil.copytree(DEMO, path)
     (path / "chat_template.jinja").write_text(template)
+    edit_config(path, num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+    change_tensors(path, lambda x: x.update(dict.fromkeys(n for n in x if re.search(f"s.[{layers}-9]", n))))
     engine = AsyncLLM(str(path), num_kv_blocks=300, logits_processors=[script])
     with closing(engine), served(engine, **settings) as found:
         yield found

@@ -17,7 +17,7 @@ from tests import helpers
 from tests.helpers import ARCHITECTURES, TINY, ask, check_answers, checkpoint, random_prompts, slow
 
 LENGTHS = [1, 2, 15, 16, 17, 64, 300]
-NUM_NEW = 18
+NUM_NEW = 17
 
 
 # In PyTorch by default: one of each family, and settings that are computed in a way of their own.
@@ -39,7 +39,7 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
     with LLM(str(path), enforce_eager=enforce_eager, **settings) as llm:
         assert llm.llm_engine.started.loaded.dtype == torch.float32
         assert (llm.llm_engine.runner.device.kernels is None) == enforce_eager
-        for asked in (prompts * 2, *([prompts[index]] for index in (0, 3, 6))):
+        for asked in (prompts * 2, *([prompts[index]] for index in (0, 6))):
             check_answers(llm, reference, asked, NUM_NEW)
 
 
