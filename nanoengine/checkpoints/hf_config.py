@@ -77,14 +77,14 @@ def _name_causal_lm(config: Any) -> None:
     """Set the causal LM in a config that names only its body, or none that transformers has."""
     model_type, (stated,) = config.model_type, (getattr(config, "architectures", None) or [""])[:1]
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, stated)
-    if stated != causal_lm and (  # listing all of transformers' classes takes 0.2 s
+    if stated != causal_lm and (
         stated == MODEL_MAPPING_NAMES.get(model_type)
         # Mistral without windows is Llama, and transformers makes Ministral of Mistral with layer_types.
         or (stated == "MistralForCausalLM" and model_type in ("llama", "ministral"))
         or (
             stated.endswith("ForCausalLM")
             and not hasattr(config, "auto_map")
-            and stated not in dir(transformers)
+            and stated not in transformers.__all__  # type: ignore[attr-defined]
         )
     ):
         config.architectures = [causal_lm]
