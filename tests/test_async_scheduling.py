@@ -66,10 +66,10 @@ def penalized(tmp_path_factory):
     """Return a checkpoint, prompts, parameters with penalties, and the tokens of transformers."""
     path, reference = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([1, 30, 7, 21, 2, 40, 13, 5, 9, 16], vocab=40)
-    params = [SamplingParams(temperature=0, max_tokens=24, **PENALTIES[i % 5]) for i in range(10)]
+    params = [SamplingParams(temperature=0, max_tokens=16, **PENALTIES[i % 5]) for i in range(10)]
     expected = []
     for prompt, one in zip(prompts, params, strict=True):
-        ids, settings = torch.tensor([prompt]), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        ids, settings = torch.tensor([prompt]), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
         settings["attention_mask"], settings["logits_processor"] = ids >= 0, [Penalize(one, len(prompt))]
         out = reference.generate(ids, repetition_penalty=one.repetition_penalty, **settings)
         expected.append(out[0, len(prompt) :].tolist())

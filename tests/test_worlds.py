@@ -10,6 +10,7 @@ SMALLER = {
     "small, preemption": {"prompts": ONE},
     "small, all tokens": {"max_len": 4},
     "small, async": {"max_len": 4},
+    "small, collisions": {"num_blocks": 5},
     "small, drafts": {"budget": 3},
 }
 

@@ -118,14 +118,14 @@ SIZES = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 16, "max_
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_lab_makes_the_same_decisions_as_a_real_engine(name):
+def test_the_lab_makes_the_same_decisions_as_a_real_engine(name, qwen3):
     """Twenty small traces, four under each policy: each step, hits, preemptions, and times."""
     sizes = {"num_kv_blocks": 14, "block_size": 4, **SIZES}
     settings = {"scheduling_policy": "priority", "async_scheduling": False, "scheduler_cls": POLICIES[name]}
     totals = np.zeros(2)
     for number in range(4):
         trace = small_trace(4 * [*POLICIES].index(name) + number)
-        engine = LLMEngine(EngineConfig(DEMO, **settings, **sizes))
+        engine = LLMEngine(EngineConfig(qwen3, **settings, **sizes))
         real_report, real_steps = decisions(FakeClock(engine), trace)
         engine.close()
         simulation = Simulation(make_scheduler(14, scheduler=POLICIES[name], **SIZES), COST)

@@ -17,7 +17,7 @@ from tests import helpers
 from tests.helpers import ARCHITECTURES, TINY, ask, check_answers, checkpoint, random_prompts, slow
 
 LENGTHS = [1, 2, 15, 16, 17, 64, 300]
-NUM_NEW = 17
+NUM_NEW = 18
 
 
 # In PyTorch by default: one of each family, and settings that are computed in a way of their own.

@@ -220,7 +220,7 @@ def test_prompts_can_be_added_and_aborted_and_settings_run_them_again(page):
         const [size, done] = arguments;
         const changes = () => JSON.stringify(steps.map(step => step.changes)), before = changes();
         $("size").value = size;
-        restart(99).then(() => done([before, changes()]));
+        restart(50).then(() => done([before, changes()]));
     """
     first, other = browser.execute_async_script(run_again, "8")
     assert first != other
