@@ -9,7 +9,7 @@ from tests.helpers import slow
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory by Linux's means")
-@pytest.mark.parametrize(("start", "files"), [(0, 40), *slow((40, 660))])
+@pytest.mark.parametrize(("start", "files"), [(0, 20), *slow((20, 680))])
 def test_changed_files_load_correctly_or_raise_value_error(start, files):
     results = strangers.try_files(start, files)
     assert results["right"] > 0 == results["found"]

@@ -25,6 +25,7 @@ from nanoengine.models.hf import HFModel, _load_transformers
 from nanoengine.models.load import load_model
 from tests import helpers
 from tests.helpers import TINY, change_tensors, checkpoint, edit_config, open_checkpoint, refuse, slow
+from tests.models.test_hf import BY_DEFAULT
 
 NAME = "qwen3"
 LOAD_TOKENIZER = "nanoengine.checkpoints.tokenizer.AutoTokenizer.from_pretrained"
@@ -429,7 +430,7 @@ def loaded_on(device, path, **settings):
 
 
 @pytest.mark.parametrize("load_format", ["auto", *slow("dummy")])
-@pytest.mark.parametrize("name", helpers.HF_ARCHITECTURES)
+@pytest.mark.parametrize("name", BY_DEFAULT)
 def test_transformers_fills_a_model_on_its_device(name, load_format, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
     loaded = loaded_on(ELSEWHERE, path, load_format=load_format)
