@@ -98,7 +98,6 @@ def default_sigint():
 @pytest.fixture
 def no_gc():
     """Turn the garbage collector off: no reference cycle may hold what the test expects to be freed."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

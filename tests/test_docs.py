@@ -138,7 +138,7 @@ def test_beam_search_equals_transformers_with_any_number_of_end_tokens(num_beams
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
     with LLM(DEMO, dtype="float32", num_kv_blocks=64, block_size=8, max_logprobs=24) as llm:
         checkpoint = llm.llm_engine.checkpoint
-        for question in "Who are you?", "Spell the word paging backwards.":
+        for question in ("Spell the word paging backwards.",):
             (chat,) = llm.render_chat([{"role": "user", "content": question}])
             prompt = chat["prompt_token_ids"]
             check_beam_search(llm, model, prompt, num_beams, list(checkpoint.eos_token_ids))

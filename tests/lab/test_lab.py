@@ -166,7 +166,7 @@ def test_no_cost_is_below_zero():
 # A little more than can be served: each second 19 short prompts and a long one.
 MIX = [
     Arrival(second + number / 100, 400 if number == 0 else 10, 4, priority=number % 2, ttft_deadline=deadline)
-    for second in range(40)
+    for second in range(25)
     for number, deadline in zip(range(20), [1.0] * 10 + [30.0] * 10, strict=True)
 ]
 IS_LONG = np.array([arrival.num_prompt_tokens == 400 for arrival in MIX])

@@ -142,9 +142,8 @@ CODE = "Add `a` and `b`:\n\n```python\ndef f(a, b):\n    return a + b\n```\n\nor
 
 
 def test_code_is_in_monospace_in_whatever_pieces_it_arrives(page):
-    element = page.execute_script("return show('message', '')")
-    for end in range(len(CODE) + 1):
-        page.execute_script("write(arguments[0], arguments[1])", element, CODE[:end])
+    in_pieces = "for (let end = 0; end <= text.length; end++) write(element, text.slice(0, end))"
+    page.execute_script(f"const element = show('message', ''), text = arguments[0]; {in_pieces}", CODE)
     assert texts(page, ".message pre") == ["def f(a, b):\n    return a + b\n", "1 + 2\n"]
     assert texts(page, ".message code") == ["a", "b"]
     assert texts(page, ".message") == ["Add a and b:\n\ndef f(a, b):\n    return a + b\n\nor:\n1 + 2\n"]
