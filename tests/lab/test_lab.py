@@ -330,7 +330,7 @@ def run_lab(capsys):
 
 
 def test_the_command_compares_settings_row_by_row_and_draws(tmp_path, run_lab):
-    plot, flags = tmp_path / "lab.png", "--num-requests 60 --rate 40,80 --max-num-batched-tokens 128,512"
+    plot, flags = tmp_path / "lab.png", "--num-requests 30 --rate 40,80 --max-num-batched-tokens 128,512"
     flags += f" --num-prefixes 2 --num-kv-blocks 200 --plot {plot}"
     printed = run_lab(*flags.split()).out
     rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
