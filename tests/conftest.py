@@ -5,8 +5,7 @@ import os
 
 # Read when PyTorch loads OpenMP: threads that spin at a barrier starve the tests of other workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Trio's plugin makes hypothesis search the whole heap, for a second.
-os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"
+os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # Trio's makes hypothesis search the whole heap, for a second
 # Garbage collections take a third of the time in which pytest imports all tests.
 gc.disable()
 

@@ -138,16 +138,15 @@ def test_beam_search_equals_transformers_with_any_number_of_end_tokens(num_beams
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
     with LLM(DEMO, dtype="float32", num_kv_blocks=64, block_size=8, max_logprobs=24) as llm:
         checkpoint = llm.llm_engine.checkpoint
-        for question in ("Spell the word paging backwards.",):
-            (chat,) = llm.render_chat([{"role": "user", "content": question}])
-            prompt = chat["prompt_token_ids"]
-            check_beam_search(llm, model, prompt, num_beams, list(checkpoint.eos_token_ids))
-            params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-            (likely,) = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].logprobs
-            for ends in [*likely], [*likely][1:4], []:  # the first would end every beam at once
-                with monkeypatch.context() as patch:
-                    patch.setattr(llm.llm_engine, "checkpoint", replace(checkpoint, eos_token_ids=(*ends,)))
-                    check_beam_search(llm, model, prompt, num_beams, ends or None)
+        chat = [{"role": "user", "content": "Spell the word paging backwards."}]
+        prompt = llm.render_chat([chat])[0]["prompt_token_ids"]
+        check_beam_search(llm, model, prompt, num_beams, list(checkpoint.eos_token_ids))
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+        (likely,) = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].logprobs
+        for ends in [*likely], [*likely][1:4], []:  # the first would end every beam at once
+            with monkeypatch.context() as patch:
+                patch.setattr(llm.llm_engine, "checkpoint", replace(checkpoint, eos_token_ids=(*ends,)))
+                check_beam_search(llm, model, prompt, num_beams, ends or None)
 
 
 def test_beam_search_that_needs_more_logprobs_than_allowed_names_the_limit_before_the_first_step():

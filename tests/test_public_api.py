@@ -45,9 +45,8 @@ print(*sys.modules)
 @pytest.fixture(scope="module")
 def example():
     """Return what `example.py` prints, and the names of the modules imported before it and by it."""
-    run = [sys.executable, "-c", IMPORTS]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that share a core with other tests spin
-    lines = subprocess.check_output(run, text=True, cwd=PACKAGE.parent, env=env).splitlines()
+    run = ["env", "OMP_NUM_THREADS=1", sys.executable, "-c", IMPORTS]  # threads that share a core spin
+    lines = subprocess.check_output(run, text=True, cwd=PACKAGE.parent).splitlines()
     return "\n".join(lines[3:-1]), [lines[place].split() for place in (0, 1, 2, -1)]
 
 

@@ -211,8 +211,7 @@ def test_every_spelling_of_a_bad_word_is_banned_and_no_other_text(kind):
     encoded = [(text, joined(encode(text))) for text in corpus()]
     spellings_of_all = set()
     for word in WORDS:
-        spellings = bad_word_ids([word], tokenizer, len(tokenizer))
-        spellings_of_all |= {*spellings}
+        spellings_of_all |= {*(spellings := bad_word_ids([word], tokenizer, len(tokenizer)))}
         assert len(set(spellings)) == len(spellings)
         assert bad_word_ids([f" {word}"], tokenizer, len(tokenizer)) == spellings
         texts = []

@@ -6,13 +6,9 @@ from tests.helpers import slow
 from tests.worlds import ONE, SMALL, Search
 
 # Smaller ones by default, in place of worlds that take seconds
-SMALLER = {
-    "small, preemption": {"prompts": ONE},
-    "small, all tokens": {"max_len": 4},
-    "small, async": {"max_len": 4},
-    "small, collisions": {"num_blocks": 5},
-    "small, drafts": {"budget": 3},
-}
+SMALLER: dict = {"small, preemption": {"prompts": ONE}, "small, all tokens": {"max_len": 4}}
+SMALLER |= {"small, async": {"max_len": 4}, "small, collisions": {"num_blocks": 5}}
+SMALLER["small, drafts"] = {"budget": 3}
 
 
 @pytest.mark.parametrize(

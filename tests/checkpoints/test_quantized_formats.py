@@ -239,8 +239,7 @@ def check_equal(model, path, dtype="float32", **settings):
         outputs = ask(llm, prompts, max_tokens=4, prompt_logprobs=0)
         layers = [getattr(module, "form", None) for module in llm.llm_engine.runner.model.modules()]
     for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = output.outputs[0].token_ids
-        theirs = helpers.logprobs_of(model, prompt + tokens[:-1])
+        theirs = helpers.logprobs_of(model, prompt + (tokens := output.outputs[0].token_ids)[:-1])
         tolerance = 2e-4 if dtype == "float32" else 0.4
         expected, ours = theirs[range(len(prompt) - 1), prompt[1:]], helpers.prompt_logprobs(output)
         assert torch.tensor(ours) == pytest.approx(expected, abs=tolerance, rel=1e-4)
