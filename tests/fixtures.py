@@ -27,11 +27,14 @@ def pytest_collection_finish():
     gc.set_threshold(10_000)  # not 700: tests import much more, and each collection looks at it
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        for item in items:
-            if item.get_closest_marker("gpu"):  # `keywords` also holds the names of folders
-                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    without_gpu = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+    for item in items:
+        if "chromium" in getattr(item, "fixturenames", ()):  # the browser alone takes seconds to start
+            item.add_marker("slow")
+        if without_gpu and item.get_closest_marker("gpu"):  # `keywords` also holds the names of folders
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
 @pytest.fixture(scope="session")

@@ -177,7 +177,6 @@ STEP_TO_THE_END = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 def test_a_scene_in_a_browser_takes_the_steps_of_the_engine(name, page, rounded):
     browser = page(name)
@@ -227,7 +226,6 @@ def test_prompts_can_be_added_and_aborted_and_settings_run_them_again(page):
     assert browser.execute_async_script(run_again, "4") == [other, first]
 
 
-@pytest.mark.slow
 def test_a_pool_in_which_no_prompt_fits_is_reported_and_a_pause_gives_its_reason(page):
     browser = page("paging")
     browser.execute_async_script("$('blocks').value = '4'; restart(1).then(arguments[0]);")

@@ -297,7 +297,6 @@ def test_the_page_shows_the_engine_s_state_at_any_step_it_jumps_to(open_page, wi
         assert of_page == expected[index], f"after step {index + 1}"
 
 
-@pytest.mark.slow
 def test_five_thousand_steps_stay_responsive(open_page):
     events = random_run(make_scheduler(128, block_size=8, max_num_seqs=24, max_num_batched_tokens=64), 5000)
     browser = open_page(events)
@@ -326,7 +325,6 @@ def scheduled(num_blocks: int, max_num_batched_tokens: int) -> list:
     return random_run(scheduler)
 
 
-@pytest.mark.slow
 def test_the_page_replays_what_the_engine_does(open_page):
     browser = open_page(scheduled(24, 24))
     assert browser.find_element(By.ID, "whatif").is_displayed()
@@ -406,7 +404,6 @@ def open_recorded(browser, page: Path) -> None:
     browser.get(page.as_uri())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_tour_shows_each_sentence_together_with_its_blocks(browser, recorded_page, width, scheme):
@@ -429,7 +426,6 @@ def test_the_tour_shows_each_sentence_together_with_its_blocks(browser, recorded
         assert browser.get_log("browser") == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_each_step_shows_its_text_together_with_the_blocks(browser, recorded_page, width):
     with seen_at(browser, width):
