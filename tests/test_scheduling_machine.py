@@ -128,7 +128,7 @@ BRIEFLY = settings(
     max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 IN_SECONDS = [settings(BRIEFLY, max_examples=10), pytest.param(BRIEFLY, marks=pytest.mark.slow)]
-AT_LENGTH = settings(BRIEFLY, max_examples=300, derandomize=True, database=None)  # over 5,000 steps
+AT_LENGTH = settings(BRIEFLY, max_examples=150, derandomize=True, database=None)  # over 2,500 steps
 
 
 @pytest.mark.slow
