@@ -70,6 +70,7 @@ def run(python, tmp_path):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
         environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it is fetched from elsewhere else
+        environment["PYTHONDONTWRITEBYTECODE"] = ""  # nothing is compiled at each import again
         command = [python, *map(str, arguments)]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -220,18 +221,13 @@ assert answer("Report.", output_type=Report).model_dump() == report
 
 @pytest.mark.slow
 @pytest.mark.parametrize("python", [AGENTS], indirect=True, ids=[""])
-@pytest.mark.parametrize(
-    ("program", "model"),
-    [
-        *((AGENTS_SDK, model) for model in ("OpenAIResponsesModel", "OpenAIChatCompletionsModel")),
-        *((PYDANTIC_AI, model) for model in ("OpenAIChatModel", "OpenAIResponsesModel")),
-    ],
-    ids=range(4),
-)
-def test_agents_with_tools_and_an_output_type(program, model, run, thinking_url):
+def test_agents_with_tools_and_an_output_type(run, thinking_url):
     """The tools are strict, so that the wrong argument cannot be sampled."""
-    program = DEGREES + program.replace("MODEL", repr(model)) + "assert called == [['Paris', 'bool']] * 2"
-    run("-c", START + program, f"{thinking_url}/v1", QUESTION)
+    programs = [(AGENTS_SDK, f"OpenAI{api}Model") for api in ("Responses", "ChatCompletions")]
+    programs += [(PYDANTIC_AI, f"OpenAI{api}Model") for api in ("Chat", "Responses")]
+    check = "assert called == [['Paris', 'bool']] * 2\n"
+    code = "".join(DEGREES + program.replace("MODEL", repr(model)) + check for program, model in programs)
+    run("-c", START + code, f"{thinking_url}/v1", QUESTION)
 
 
 @pytest.mark.slow
@@ -301,20 +297,30 @@ for error, kind, change in (
         run("-c", START + program, f"{url}/v1", QUESTION)
 
 
+GUIDELLM = """
+import sys
+from guidellm.cli import cli
+for path in "completions", "chat/completions", "responses":
+    backend = f"kind=openai_http,target={sys.argv[1]},model=demo,request_format=/v1/{path}"
+    output = f"kind=json,path={path[:4]}.json"
+    cli(["run", "--backend", backend, "--output", output, *sys.argv[2:]], standalone_mode=False)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_guidellm(path, run, url, tmp_path):
+def test_guidellm(run, url, tmp_path, monkeypatch):
+    monkeypatch.setenv("GUIDELLM__MAX_WORKER_PROCESSES", "1")  # each imports PyTorch
     run(
-        *("-m", "guidellm", "run", "--disable-console", "--output", "kind=json,path=measured.json"),
-        *("--backend", f"kind=openai_http,target={url},model=demo,request_format={path}"),
+        *("-c", GUIDELLM, url, "--disable-console"),
         *("--tokenizer", f"kind=hf_auto,model={DEMO}", "--profile", "kind=concurrent,streams=2"),
         *("--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8"),
         *("--constraint", "kind=max_requests,count=6"),
     )
-    (measured,) = json.loads((tmp_path / "measured.json").read_text())["benchmarks"]
-    requests = measured["requests"]
-    assert (len(requests["successful"]), len(requests["errored"])) == (6, 0)
-    assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {8}
+    for name in "comp", "chat", "resp":
+        (measured,) = json.loads((tmp_path / f"{name}.json").read_text())["benchmarks"]
+        requests = measured["requests"]
+        assert (len(requests["successful"]), len(requests["errored"])) == (6, 0)
+        assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {8}
 
 
 LM_EVAL = """
@@ -323,9 +329,10 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 url, model = sys.argv[1:]
 
+manager = TaskManager(include_path=".", include_defaults=False)  # which are thousands
+
 def evaluate(way, path, tasks, more=""):
     settings = f"model=demo,num_concurrent=4,base_url={url}/v1/{path}{more}"
-    manager = TaskManager(include_path=".")
     made = lm_eval.simple_evaluate(way, settings, tasks, task_manager=manager, apply_chat_template=True)
     names = {"chosen": "acc,none", "generated": "exact_match,none"}
     scores = [made["results"][task][names[task]] for task in tasks]
