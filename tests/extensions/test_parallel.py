@@ -37,6 +37,7 @@ from nanoengine.outputs import EngineDeadError
 from tests import doubles, helpers
 from tests.helpers import DEMO, TINY, ask, batch_of, checkpoint, make_sequence, random_prompts, tokens_of
 from tests.laws import check_laws
+from tests.planted import serve_after
 from tests.serving import TIMEOUT, wait_until
 
 SLOW = pytest.mark.slow
@@ -438,12 +439,6 @@ def test_what_is_read_after_a_rank_was_lost_is_not_returned():
         pass
 
 
-def serve_after(code, *arguments):
-    """Serve as a rank in whose process something is planted."""
-    exec(code)
-    parallel.serve(*arguments)
-
-
 KILL = "if arguments[0] == 1: parallel.ParallelForward.__call__ = lambda *_: os.kill(os.getpid(), 9)"
 KILLED = r"the engine has failed, .*: rank \d \(process \d+\) terminated with signal SIGKILL"
 ERROR = "rank 1 .* the following error:\nTraceback[^$]*"
@@ -457,7 +452,7 @@ ERROR = "rank 1 .* the following error:\nTraceback[^$]*"
         ("parallel.connect = None", f"{ERROR}TypeError: 'NoneType'", 2, TIMEOUT),
         ("parallel.ParallelForward.__call__ = lambda *_: [][5]", f"{ERROR}IndexError: list", 2, TIMEOUT),
         (KILL, KILLED, 4, TIMEOUT),
-        ("time.sleep(TIMEOUT)", "not all ranks were ready after 1 s", 2, 1.0),
+        ("time.sleep(300)", "not all ranks were ready after 1 s", 2, 1.0),
     ],
 )
 def test_a_failed_rank_is_an_error_that_states_the_cause(planted, said, size, seconds, monkeypatch):
@@ -532,21 +527,28 @@ def script(code, **settings):
 
 
 @SLOW
-def test_ctrl_c_reaches_only_rank_0_and_the_engine_keeps_working(demo_answer):
+def test_ctrl_c_reaches_only_rank_0_and_a_fork_ends_without_stopping_the_ranks_or_leaks(demo_answer):
     code = """
+import os
 try:
     while True:
         answer(900)
 except KeyboardInterrupt:
     print(answer(12))
+child = os.fork()
+if not child:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
 """
-    with script(RUNNING + code) as (process, ranks):
+    with script(RUNNING + code, stderr=subprocess.PIPE) as (process, ranks):
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "running\n"]
         os.killpg(process.pid, signal.SIGINT)
         for rank in ranks:
             rank.send_signal(signal.SIGINT)  # as from a terminal that knows no sessions
-        assert process.stdout.readline() == f"{demo_answer}\n"
-        assert process.wait(TIMEOUT) == 0
+        printed, warned = process.communicate(timeout=TIMEOUT)
+        assert printed == f"{demo_answer}\n7 {demo_answer}\n"
+        assert "leaked" not in warned
+        assert process.returncode == 0
         wait_until_gone(ranks)
 
 
@@ -569,23 +571,6 @@ def test_no_rank_outlives_rank_0_if_it_ends_during_startup(number, seconds):
         process.send_signal(number)
         assert process.wait(TIMEOUT)
         wait_until_gone(ranks)  # one that is about to import PyTorch hears of it after that
-
-
-@SLOW
-def test_a_fork_ends_without_stopping_the_ranks_and_python_warns_of_no_leaks_at_the_end(demo_answer):
-    code = """
-import os
-child = os.fork()
-if not child:
-    sys.exit(7)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
-"""
-    with script(code, stderr=subprocess.PIPE) as (process, ranks):
-        printed, warned = process.communicate(timeout=TIMEOUT)
-        assert printed == f"ready\n7 {demo_answer}\n"
-        assert "leaked" not in warned
-        assert process.returncode == 0
-        wait_until_gone(ranks)
 
 
 @SLOW
