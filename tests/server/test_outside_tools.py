@@ -52,9 +52,9 @@ def python(request, tmp_path_factory) -> Path:
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
             (site,) = path.glob("lib/python*/site-packages")
             (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
-            pip = [sys.executable, "-m", "pip", "--python", str(path / "bin" / "python")]
-            command = [*pip, "install", "--no-compile"]
-            made = subprocess.run([*command, "-r", str(listed)], capture_output=True, text=True)
+            command = [path / "bin" / "python", "-m", "pip", "install", "--no-compile"]
+            for wanted in ["pip>=26"], ["-r", listed]:  # it finds out what fits in half the time
+                made = subprocess.run([*command, *wanted], capture_output=True, text=True)
             done.write_text(made.stderr if made.returncode else "")
     if "(from versions: none)" in done.read_text():  # as pip says where it reaches no index
         pytest.skip(f"needs PyPI: {done.read_text()[-300:]}")
@@ -182,7 +182,7 @@ def thinking_url(tmp_path):
     """Yield the address of a server whose model calls a tool with a wrong argument, and then reports."""
     script = Script()
     script.says = {"12 degrees": REPORT, QUESTION: CALL, "Report": FINAL}
-    with scripted(script, tmp_path / "model") as (url, _):
+    with scripted(script, tmp_path / "model", layers=4) as (url, _):
         yield url
 
 
@@ -293,7 +293,7 @@ for error, kind, change in (
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call>'
     script = Script()
     script.says = {"<|tool|>85": "It is 85.", QUESTION: f"A sum.</think>I add.{call}"}
-    with scripted(script, tmp_path / "model", api_key="sesame") as (url, _):
+    with scripted(script, tmp_path / "model", layers=4, api_key="sesame") as (url, _):
         run("-c", START + program, f"{url}/v1", QUESTION)
 
 
