@@ -37,7 +37,7 @@ if importlib.util.find_spec("triton") is None:
 if INTERPRETED:
     from triton.runtime.interpreter import InterpretedFunction
 
-    call, patched = InterpretedFunction.__call__, set()
+    call, patched = InterpretedFunction.__call__, set[str]()
 
     def call_patched(function, *args, **kwargs):
         is_first, _ = function.fn.__module__ not in patched, patched.add(function.fn.__module__)
