@@ -52,7 +52,7 @@ def python(request, tmp_path_factory) -> Path:
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
             (site,) = path.glob("lib/python*/site-packages")
             (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
-            command = [path / "bin" / "python", "-m", "pip", "install", "--no-compile"]
+            command = [str(path / "bin" / "python"), "-m", "pip", "install", "--no-compile"]
             for wanted in ["pip>=26"], ["-r", str(listed)]:  # it finds out what fits in half the time
                 made = subprocess.run([*command, *wanted], capture_output=True, text=True)
             done.write_text(made.stderr if made.returncode else "")
