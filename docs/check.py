@@ -129,9 +129,6 @@ def load(source: str, name: str) -> Any:
     return module
 
 
-load_solution = cache(load)  # `combine` sets anew all that it changes in one
-
-
 @cache
 def unwritten(source: str, sheet: str) -> set[str]:
     """Return the names of the functions that are still as in the stub."""
@@ -165,7 +162,7 @@ def combine(source: str, lesson: str, name: str = "my_nano.py", alone: bool = Fa
         return mine
     sheet, mine.unwritten = sheet_of(lesson), list[str]()
     text = SOLUTIONS[sheet].read_text()
-    solution = load_solution(text, str(SOLUTIONS[sheet]))
+    solution = load(text, str(SOLUTIONS[sheet]))
     for where, owner, function in functions_of(text, sheet):
         ours, theirs = (getattr(module, owner) if owner else module for module in (mine, solution))
         is_written = function.name not in unwritten(source, sheet)

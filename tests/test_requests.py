@@ -407,7 +407,7 @@ SLOWER = [pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", *SENTENCEPI
 @pytest.mark.parametrize("kind", ["gpt-2", "first", *SLOWER])
 def test_a_truncated_prompt_is_cut_before_it_is_tokenized_with_the_same_tokens(kind, monkeypatch):
     tokenizer, lengths = trained_tokenizer(kind), []
-    text = " ".join(itertools.islice(itertools.cycle(corpus()), 3_000))
+    text = " ".join(itertools.islice(itertools.cycle(corpus()), 7_000))
     whole = tokenizer(text).input_ids
     noted = lambda text, **more: lengths.append(len(text)) or tokenizer(text, **more)  # noqa: E731
     checker = checker_of(noted, 1000)
