@@ -2,7 +2,7 @@
 // type, and reads of memory. All threads take part. Each function returns how many operations (two for each multiply-add)
 // or bytes it took.
 
-#include "integers.h"
+#include "integer_products.h"
 
 constexpr int CHAINS = 12;  // sums that do not wait for each other: they hide an instruction's latency
 

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "integers.h"
+#include "integer_products.h"
 
 constexpr bool HAS_SCALES = TYPES & 8;
 constexpr int64_t SCALE = HAS_SCALES ? sizeof(float) : 0;

@@ -1,5 +1,5 @@
 // CPU kernels for operations that PyTorch lacks or computes slowly: products that read each weight from memory once
-// for all rows (linear.h, of floats in products.h and of integers in integers.h), attention over cache blocks
+// for all rows (linear.h, of floats in products.h and of integers in integer_products.h), attention over cache blocks
 // (attention.h for prompts, decode.h for decodes), and layers with recurrent state (states.h). This file has the
 // element-wise work between two products, each in one pass over memory, a whole layer in one call, and sampling.
 // build.py compiles this file if there is a compiler, and kernels.py calls it through ctypes. Everything here also

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "integers.h"
+#include "integer_products.h"
 
 template <class X>
 static void linear(X* out, const X* x, const void* packed, const X* bias, int64_t T, int64_t I, int64_t N, int64_t bits,

@@ -571,7 +571,7 @@ static void multiply_few(float* sums, const float* x, int64_t stride, const W* w
 }
 
 // Describes how a packed weight is stored: as X (bits 0), or as integers of that many bits, which are multiplied by
-// activations as floats (0), or rounded to 8 bits (integers.h).
+// activations as floats (0), or rounded to 8 bits (integer_products.h).
 struct Form {
   int64_t bits, group, has_zeros, activation_bits;
 
