@@ -10,8 +10,8 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from nanoengine.server.anthropic_api import count_tokens, messages
 from nanoengine.server.keys_and_limits import Gate
-from nanoengine.server.messages import count_tokens, messages
 from nanoengine.server.openai_api import APIError
 from nanoengine.server.responses import responses
 from nanoengine.server.service import Service

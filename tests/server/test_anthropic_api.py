@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from nanoengine.server.anthropic_api import SIGNATURE, CountRequest, MessageStream
 from nanoengine.server.keys_and_limits import Ticket
-from nanoengine.server.messages import SIGNATURE, CountRequest, MessageStream
 from tests.helpers import DEMO, failing_calls
 from tests.serving import TEMPLATE, http, post, scripted
 
