@@ -374,29 +374,21 @@ threading.Thread(target=run, daemon=True).start()
 """
 
 
-ENDS = {
-    IN_TRAFFIC: 0,
-    IN_TRAFFIC + "sys.exit(3)": 3,
-    "from nanoengine import LLM; outputs = LLM('demo').stream('a'); next(outputs)": 0,
-    IN_A_DAEMON_THREAD + "is_loading.wait()": 0,
-    IN_A_DAEMON_THREAD + "is_loaded.wait()": 0,
-}
-FORKS = f"""
-import os, sys, torch, transformers  # once for all
-for script, code in {ENDS}.items():
-    if os.fork():
-        assert os.waitstatus_to_exitcode(os.wait()[1]) == code, script
-        continue
-    exec(script)
-    break
-"""
-
-
 @pytest.mark.slow
-def test_process_that_ends_with_running_requests_exits_cleanly(babbler):
-    command = [sys.executable, "-c", FORKS, babbler]
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (IN_TRAFFIC, 0),
+        (IN_TRAFFIC + "sys.exit(3)", 3),
+        ("from nanoengine import LLM; outputs = LLM('demo').stream('a'); next(outputs)", 0),
+        (IN_A_DAEMON_THREAD + "is_loading.wait()", 0),
+        (IN_A_DAEMON_THREAD + "is_loaded.wait()", 0),
+    ],
+)
+def test_process_that_ends_with_running_requests_exits_cleanly(script, code, babbler):
+    command = [sys.executable, "-c", script, babbler]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     assert not re.search("Fatal|Traceback", done.stderr)
 
 

@@ -1,11 +1,13 @@
 """The receipt of a run: it is complete, its counts are the run's, and an ablation moves the right line."""
 
+import json
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.cli import bench
 from nanoengine.engine import ModelRunner, Scheduler
 from nanoengine.extensions.receipt import NAMES, recorder_of, show
 from nanoengine.models.decoder import Decoder, PlainKernels
@@ -146,3 +148,14 @@ def test_the_logits_of_many_rows_belong_to_one_step():
         items, _, receipt = run(llm, [[5, 6]] * 270)
     assert receipt["seconds"] > 0
     assert items["sampling", "decodes"]["operations"] > 0
+
+
+@pytest.mark.slow
+def test_bench_prints_a_receipt_and_its_json_last(monkeypatch, capsys):
+    monkeypatch.setattr("nanoengine.extensions.receipt.measure_limits", lambda *_: LIMITS)
+    bench.main(["--model", str(DEMO), "--workload", "decode", "--repeats", "1", "--json"])
+    printed = capsys.readouterr().out.splitlines()
+    receipt = json.loads(printed[-1])
+    assert {"name", "phase", "seconds", "floor_seconds", "bytes", "operations"} == {*receipt["items"][0]}
+    assert receipt["seconds"] == pytest.approx(sum(item["seconds"] for item in receipt["items"]))
+    assert any("kv" in line and "decodes" in line for line in printed)
