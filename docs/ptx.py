@@ -68,6 +68,7 @@ WRITTEN, COPYING, MULTIPLYING, UNPUBLISHED = 1, 2, 4, 8  # flags of a byte of sh
 # The users of a byte since the last barrier: none, threads of several warps, one thread (its number), or
 # threads of warp w: OF_WARP + w, and SYNCED + w if bar.warp.sync came afterwards.
 NOBODY, SEVERAL, OF_WARP, SYNCED = -1, -2, 2000, 3000
+# The warp of each user. NOBODY and SEVERAL, which are negative, index the last two.
 WARPS: Lanes = np.r_[np.arange(OF_WARP) // WARP, np.arange(OF_WARP) % 1000, -1, -1].astype(np.int16)
 
 

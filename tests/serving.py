@@ -63,7 +63,8 @@ def scripted(script, path, template=TEMPLATE, layers=1, **settings):
     shutil.copytree(DEMO, path)
     (path / "chat_template.jinja").write_text(template)
     edit_config(path, num_hidden_layers=layers, layer_types=["full_attention"] * layers)
-    change_tensors(path, lambda x: x.update(dict.fromkeys(n for n in x if re.search(f"s.[{layers}-9]", n))))
+    others = re.compile(rf"layers\.[{layers}-9]\.")
+    change_tensors(path, lambda x: x.update(dict.fromkeys(filter(others.search, x))))
     engine = AsyncLLM(str(path), num_kv_blocks=300, logits_processors=[script])
     with closing(engine), served(engine, **settings) as found:
         yield found

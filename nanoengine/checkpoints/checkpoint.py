@@ -24,10 +24,10 @@ if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that nee
 
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
 GENERATION_CONFIG = "generation_config.json"
-# Its fields that choose tokens in transformers only, with a value that changes nothing. vLLM ignores them too
+# Its fields that choose tokens in transformers only, and which value changes nothing. vLLM ignores them too
 _NAMES = "bad_words_ids begin_suppress_tokens epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
 _NAMES += "force_words_ids forced_bos_token_id forced_eos_token_id min_length min_new_tokens penalty_alpha "
-_NAMES += "no_repeat_ngram_size sequence_bias stop_strings suppress_tokens top_h"
+_NAMES += "no_repeat_ngram_size sequence_bias stop_strings suppress_tokens top_h watermarking_config"
 NOT_APPLIED: dict[str, Any] = dict.fromkeys(_NAMES.split())
 NOT_APPLIED |= dict.fromkeys(["encoder_repetition_penalty", "guidance_scale", "num_beams", "typical_p"], 1)
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,8 +142,7 @@ class Checkpoint:
         """Return the sampling parameters of generation_config.json, and vLLM's defaults for all others."""
         names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         names["max_new_tokens"] = "max_tokens"
-        given = self.generation_config
-        chosen = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None}
+        chosen = {names[x]: v for x, v in self.generation_config.items() if x in names and v is not None}
         try:
             return SamplingParams(**chosen)
         except (TypeError, ValueError) as error:
@@ -210,7 +209,7 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
         eos += ids
     known = tuple(token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
     given = {} if config.generation_config == "vllm" else generation
-    if unused := ", ".join(x for x in given if given[x] and given[x] != NOT_APPLIED.get(x, given[x])):
+    if unused := ", ".join(x for x, same in NOT_APPLIED.items() if given.get(x) and given[x] != same):
         message = "%s: these settings are not applied, as in vLLM: %s"
         logging.getLogger(__name__).warning(message, path / GENERATION_CONFIG, unused)
     checkpoint = Checkpoint(
@@ -228,7 +227,8 @@ def _choose_code(
     quantization = decoder_config = None
     try:
         if architecture.endswith(POOLING) or (path / "modules.json").is_file():
-            raise UnsupportedModelError("it embeds, scores or ranks texts; nanoengine only generates text")
+            what = "it embeds, scores or classifies texts"
+            raise UnsupportedModelError(f"{what}; nanoengine only generates text")
         stated = next(filter(None, (getattr(x, "quantization_config", None) for x in (config, part))), None)
         if stated:
             from nanoengine.checkpoints.quantized_formats import choose_reader

@@ -40,8 +40,10 @@ if INTERPRETED:
     call, patched = InterpretedFunction.__call__, set[str]()
 
     def call_patched(function, *args, **kwargs):
-        is_first, _ = function.fn.__module__ not in patched, patched.add(function.fn.__module__)
-        return call(function, *args, **kwargs) if is_first else function.rewrite()(*args, **kwargs)
+        if function.fn.__module__ in patched:
+            return function.rewrite()(*args, **kwargs)
+        patched.add(function.fn.__module__)
+        return call(function, *args, **kwargs)
 
     InterpretedFunction.__call__ = call_patched
 

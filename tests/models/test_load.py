@@ -93,7 +93,7 @@ def content(name, holds):
 
 ELSE = "{}.* is not supported: its config belongs to Qwen3"
 POOLING = "ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel"
-POOLS = "it embeds, scores or ranks texts; nanoengine only generates text"
+POOLS = "it embeds, scores or classifies texts; nanoengine only generates text"
 UNFIT = rf"of another shape than the config requires: .*{NORM}"
 NO_WEIGHT = f"holds tensor '{UP}' as .*; a weight must be one of F64, F32"
 NO_WEIGHTS = torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn

@@ -53,7 +53,7 @@ def python(request, tmp_path_factory) -> Path:
             (site,) = path.glob("lib/python*/site-packages")
             (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
             command = [str(path / "bin" / "python"), "-m", "pip", "install", "--no-compile"]
-            for wanted in ["pip>=26"], ["-r", str(listed)]:  # it finds out what fits in half the time
+            for wanted in ["pip>=26"], ["-r", str(listed)]:  # this pip resolves the list in half the time
                 made = subprocess.run([*command, *wanted], capture_output=True, text=True)
             done.write_text(made.stderr if made.returncode else "")
     if "(from versions: none)" in done.read_text():  # as pip says where it reaches no index
