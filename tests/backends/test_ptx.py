@@ -132,7 +132,10 @@ WAIT, LOAD, SYNC = "cp.async.wait_group 0", "ld.shared.b32 %r4, [%r2]", "bar.war
 READS_AFTER_WRITES = [[STORE, LOAD_OTHER], [STORE, SYNC, LOAD_OTHER], [STORE, *LOAD_NEXT]]
 READS_AFTER_WRITES += [[*COPY, BARRIER, WAIT, LOAD_OTHER]]
 WRITES_AFTER_READS = [[STORE, BARRIER, LOAD_OTHER, STORE], [STORE, SYNC, *LOAD_NEXT, STORE]]
-WRITES_AFTER_READS += [[STORE, BARRIER, "ld.shared.b32 %r4, [0]", SYNC, STORE]]
+LOAD_FIRST = "ld.shared.b32 %r4, [0]"  # by both warps, then again by one
+WRITES_AFTER_READS += [
+    [STORE, BARRIER, LOAD_FIRST, *again, SYNC, STORE] for again in ((), (f"@%p1 {LOAD_FIRST}",))
+]
 TOO_EARLY = [LOAD], [BARRIER, LOAD_OTHER], [STORE], ["cp.async.wait_group 1", LOAD]
 
 

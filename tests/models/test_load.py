@@ -534,7 +534,7 @@ def test_eos_ids_come_from_all_files_and_sampling_parameters_from_the_generation
     copy, caplog
 ):
     generation = {"eos_token_id": [5, 9], "temperature": 0.3, "max_new_tokens": 77}
-    generation |= {"suppress_tokens": [4], "num_beams": 4, "min_length": 0, "typical_p": 1.0}
+    generation |= {"suppress_tokens": [4], "num_beams": 4, "min_length": 0, "typical_p": 1.0, "top_p": None}
     (copy / "generation_config.json").write_text(json.dumps(generation))
     edit_config(copy, eos_token_id=[7, 500, -1])  # the last two are no tokens
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{i}": i for i in range(10)}))
