@@ -7,7 +7,7 @@ BIN := .venv/bin
 run: .venv/installed  ## answer a few questions with the bundled model
 	$(BIN)/python example.py
 
-test: .venv/tested  ## the default tests: CPU, offline, about three minutes and a half on two cores
+test: .venv/tested  ## the default tests: CPU, offline, about three minutes on two cores
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lowest:  ## the default tests with the lowest version of every dependency that pyproject.toml allows
