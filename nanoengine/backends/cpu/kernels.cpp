@@ -1,6 +1,6 @@
 // CPU kernels for operations that PyTorch lacks or computes slowly: products that read each weight from memory once
 // for all rows (linear.h, of floats in products.h and of integers in integer_products.h), attention over cache blocks
-// (attention.h for prompts, decode.h for decodes), and layers with recurrent state (states.h). This file has the
+// (prompt_attention.h and decode_attention.h), and layers with recurrent state (recurrent_layers.h). This file has the
 // element-wise work between two products, each in one pass over memory, a whole layer in one call, and sampling.
 // build.py compiles this file if there is a compiler, and kernels.py calls it through ctypes. Everything here also
 // exists in plain PyTorch, in backends/torch_attention.py, models/decoder.py and sampling/sampler.py, or in transformers.
@@ -10,9 +10,9 @@
 
 #include <cfloat>
 
-#include "decode.h"
+#include "decode_attention.h"
 #include "linear.h"
-#include "states.h"
+#include "recurrent_layers.h"
 
 // ---- Between attention and products --------------------------------------------------------------
 

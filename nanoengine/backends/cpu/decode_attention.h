@@ -1,9 +1,9 @@
 // Attention from one new token each of many sequences over their cache blocks. Blocks that several sequences share, as
-// after prefix hits, are read once for several of them. Shape letters as in attention.h; n sequences are in a task.
+// after prefix hits, are read once for several of them. Shape letters as in prompt_attention.h; n sequences are in a task.
 
 #pragma once
 
-#include "attention.h"
+#include "prompt_attention.h"
 
 // Calls use(row, constant height) for tiles of `rows` rows: of VECTORS rows, whose sums fit in the registers, then of fewer.
 template <int R = VECTORS, class Use>

@@ -1,5 +1,5 @@
-// Attention over cache blocks, for many new tokens of one sequence. decode.h has it for one new token of each of many
-// sequences. backends/torch_attention.py does the same in PyTorch.
+// Attention over cache blocks, for many new tokens of one sequence. decode_attention.h has it for one new token of each
+// of many sequences. backends/torch_attention.py does the same in PyTorch.
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv for the values),
 // B block_size.
 
