@@ -181,9 +181,6 @@ def test_with_drafts_or_states_the_class_must_extend_their_scheduler(tmp_path):
         assert type(llm.scheduler) is AnyDraftedChoice
 
 
-# ---- a command --------------------------------------------------------------------------------
-
-
 def test_bench_has_a_flag_for_it(monkeypatch):
     found = {}
     monkeypatch.setattr(bench, "LLM", lambda *args, **settings: found.update(settings) or 1 / 0)

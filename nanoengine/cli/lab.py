@@ -26,7 +26,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager
 from nanoengine.flags import FlexibleArgumentParser, argparse_type
 from nanoengine.lab.arrivals import agent_sessions, generate_arrivals, parse_lengths, read_arrivals
-from nanoengine.lab.policies.names import POLICIES, check_policy, find_policy
+from nanoengine.lab.policies.names import POLICIES, find_policy
 from nanoengine.lab.simulation import DEMO_COSTS, CostModel, Report, calibrate, simulate
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.sampling_params import check_integer, check_number
@@ -95,7 +95,7 @@ def parse_costs(text: str) -> CostModel:
 
 # name -> its parser, its default, its help text, and its format in a table's row label
 SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
-    "scheduler_cls": (check_policy, "fcfs", f"{', '.join(POLICIES)} or module:Class", "{}"),
+    "scheduler_cls": (lambda x: find_policy(x) and x, "fcfs", f"{', '.join(POLICIES)} or module:Class", "{}"),
     "rate": (positive, 30.0, "requests, or new sessions, a second", "{:g}/s"),
     "max_num_batched_tokens": (at_least(1), 1024, "token budget of a step", "budget {}"),
     "long_prefill_token_threshold": (at_least(0), 0, "of a sequence in a step; 0: all", "chunks of {}"),

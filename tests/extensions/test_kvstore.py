@@ -359,7 +359,7 @@ def test_a_full_disk_stops_saving_but_no_request_fails(qwen3, tmp_path, monkeypa
     with monkeypatch.context() as patch, LLM(str(qwen3), kv_store=tmp_path, **SETTINGS) as llm:
         patch.setattr(os, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         for i in (0, 1):
-            connector_of(llm)._writing._resume_at = 0.0
+            connector_of(llm)._writing._resume_at = i * time.monotonic()  # 0: it has not failed
             output = llm.generate([prompts[i]], GREEDY, use_tqdm=False)[0]
             assert output.outputs[0].token_ids == plain[i]
             wait_for_writer(llm)
@@ -370,7 +370,7 @@ def test_a_full_disk_stops_saving_but_no_request_fails(qwen3, tmp_path, monkeypa
         llm.generate([prompts[1][:16]], GREEDY, use_tqdm=False)
         wait_for_writer(llm)
         assert [*tmp_path.rglob("*.kv")] == [], "it is left alone for a while"
-        connector_of(llm)._writing._resume_at = 0.0
+        connector_of(llm)._writing._resume_at = time.monotonic()
         llm.generate([prompts[2]], GREEDY, use_tqdm=False)
     assert serve(qwen3, tmp_path, prompts)[:2] == (plain, [0, 0, 39])
     assert len(caplog.records) == 1
@@ -421,6 +421,26 @@ def test_an_entry_that_vanishes_ends_the_hits_unless_no_window_sees_it(name, gon
     if gone:  # while it is read
         store.touch = lambda keys: [True] * len(keys)
     assert serve(path, store, prompts)[:2] == (plain, [hits])
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "reads", "counts"), [(6, [], (6, 0, 6, None)), (7, [(5, 7), (4, 6)], (15, 0, 15, 6))]
+)
+def test_a_load_that_fails_may_have_evicted_the_start_of_its_hits(num_blocks, reads, counts):
+    connector = Mock(fingerprint=b"", find=Mock(return_value=[]), read=Mock(side_effect=[6, None]))
+    blocks = StoringBlockManager(num_blocks, 1, windows=(3,), max_chunk_tokens=2, connector=connector)
+    first, second = (Sequence(i, [*range(n)], SamplingParams()) for i, n in enumerate((6, 9)))
+    assert blocks.allocate(first)
+    for num_computed in (2, 4, 5):  # the window leaves the blocks of tokens 0, 1 and 2: they are free
+        blocks.register_full_blocks(first, num_computed)
+        first.num_computed_tokens = num_computed
+        assert blocks.may_append(first, 6)
+    connector.find.return_value = [True] * 7
+    assert blocks.allocate(second) == (num_blocks > 6)  # without hits it needs four blocks
+    assert [call.args[2:] for call in connector.read.call_args_list] == reads
+    check_blocks(blocks, [*blocks.more_tables])
+    found = blocks.num_query_tokens, blocks.num_query_hits, blocks.num_external_query_tokens
+    assert (*found, second.num_cached_tokens) == counts
 
 
 def test_a_step_that_failed_is_not_saved(qwen3, monkeypatch):
@@ -617,10 +637,11 @@ class WatchedBlockManager(StoringBlockManager):
             assert self.num_saved_blocks.keys() == self.more_tables.keys()
         return admitted
 
-    def _load(self, seq):
+    def _load(self, seq, stored):
         before = seq.num_computed_tokens
-        super()._load(seq)
-        assert before <= seq.num_computed_tokens
+        is_loaded = super()._load(seq, stored)
+        assert before <= seq.num_computed_tokens or not is_loaded
+        return is_loaded
 
 
 class StoreWorld(World):

@@ -346,9 +346,6 @@ def test_the_page_replays_what_the_engine_does(open_page):
     assert len(labels(browser)) == 24
 
 
-# ---- the page that lessons link to, and the command that makes it -------------------------------
-
-
 def test_the_command_builds_a_page_that_shows_everything_and_links_to_the_lessons(open_page, recorded_page):
     page = recorded_page.read_text()
     events = events_of(page)

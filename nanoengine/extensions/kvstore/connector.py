@@ -109,8 +109,7 @@ class RetryGate:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._resume_at = 0.0  # seconds of time.monotonic()
-        self._has_failed = False
+        self._resume_at = 0.0  # seconds of time.monotonic(); 0: it has not failed yet
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the function and return its result, or None if it raises or calls are paused."""
@@ -119,11 +118,10 @@ class RetryGate:
         try:
             return function(*arguments)
         except Exception as error:
-            self._resume_at = time.monotonic() + RETRY_SECONDS
-            if not self._has_failed:
+            if not self._resume_at:
                 message = "the KV store cannot be %s; it is retried every %.0f s: %r"
                 logging.getLogger(__name__).warning(message, self._what, RETRY_SECONDS, error)
-            self._has_failed = True
+            self._resume_at = time.monotonic() + RETRY_SECONDS
             return None
 
 
@@ -314,12 +312,19 @@ class StoringBlockManager(WindowedBlockManager):
 
     def allocate(self, seq: Sequence) -> bool:
         """Allocate as in the base class, then load from the store. Loaded tokens count as computed."""
-        if not super().allocate(seq):
-            return False
-        self.num_saved_blocks[seq] = seq.num_registered_blocks
-        if seq.prompt_logprobs is None:
-            self._load(seq)
-        return True
+        counts = self.num_query_tokens, self.num_query_hits, seq.num_cached_tokens
+        stored: list[bool] | None = None
+        while super().allocate(seq):
+            self.num_saved_blocks[seq] = seq.num_registered_blocks
+            if seq.prompt_logprobs is not None:
+                return True
+            stored = self._find(seq) if stored is None else stored
+            if self._load(seq, stored):
+                return True
+            # Start again: that may have evicted the start of the hits' chain, which no window sees.
+            self.free(seq)
+            self.num_query_tokens, self.num_query_hits, seq.num_cached_tokens = counts
+        return False
 
     def forget(self, seq: Sequence) -> None:
         """Also reset the number of saved blocks."""
@@ -339,46 +344,46 @@ class StoringBlockManager(WindowedBlockManager):
                 filled.append(Filled(seq, [key.content for key in seq.block_keys[:last]], first, tables))
         return filled
 
-    def _load(self, seq: Sequence) -> None:
-        """Load the blocks after a sequence's hits, as far as the store has them."""
-        num_hits, is_first = seq.num_registered_blocks, seq.first_scheduled_time is None
-        num_computed = seq.num_computed_tokens
-        self.num_external_query_tokens += seq.num_tokens - num_computed if is_first else 0
+    def _find(self, seq: Sequence) -> list[bool]:
+        """Return for each full block whether the store has it, or [] if all are hits."""
         contents = [key.content for key in seq.block_keys]
-        if len(contents) == num_hits:  # nothing to look up: mark the hits as used
-            if contents:
-                self.connector.touch(contents)
-            return
-        keys = chain_keys(self.connector.fingerprint, contents)
-        stored = self.connector.find(keys)
-        while (span := self._find_span(seq, num_hits, stored)) is not None:
+        if len(contents) > seq.num_registered_blocks:
+            return self.connector.find(chain_keys(self.connector.fingerprint, contents))
+        if contents:
+            self.connector.touch(contents)
+        return []
+
+    def _load(self, seq: Sequence, stored: list[bool]) -> bool:
+        """Load the blocks after a sequence's hits, as far as the store has them.
+
+        If there is no room or a block cannot be read, returns False and marks a block in `stored` as missing.
+        """
+        num_computed, is_first = seq.num_computed_tokens, seq.first_scheduled_time is None
+        if (span := self._find_span(seq, stored)) is not None:
             start, end = span
             seq.num_computed_tokens = min(end * self.block_size, seq.num_tokens - 1)
+            keys = chain_keys(self.connector.fingerprint, [key.content for key in seq.block_keys])
             # A group with a window frees the blocks that are out of sight from there, and takes new ones.
             has_room = self.may_append(seq, seq.num_tokens)
-            missing = self.connector.read(keys, self.tables_of(seq), start, end) if has_room else None
-            if has_room and missing is None:
-                seq.num_hit_tokens = end * self.block_size
-                self.register_full_blocks(seq, seq.num_hit_tokens)
-                self.num_saved_blocks[seq] = end
-                if is_first:
-                    seq.num_cached_tokens = seq.num_computed_tokens
-                    self.num_external_hit_tokens += seq.num_computed_tokens - num_computed
-                return
-            self.free(seq)
-            allocated = super().allocate(seq)  # back to the prefix cache's hits alone
-            assert allocated
-            self.num_saved_blocks[seq] = num_hits
-            if missing is None:
-                return
-            stored[missing] = False
+            missing = self.connector.read(keys, self.tables_of(seq), start, end) if has_room else start
+            if missing is not None:
+                stored[missing] = False
+                return False
+            seq.num_hit_tokens = end * self.block_size
+            self.register_full_blocks(seq, seq.num_hit_tokens)
+            self.num_saved_blocks[seq] = end
+        if is_first:
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.num_external_query_tokens += seq.num_tokens - num_computed
+            self.num_external_hit_tokens += seq.num_computed_tokens - num_computed
+        return True
 
-    def _find_span(self, seq: Sequence, num_hits: int, stored: abc.Sequence[bool]) -> tuple[int, int] | None:
+    def _find_span(self, seq: Sequence, stored: abc.Sequence[bool]) -> tuple[int, int] | None:
         """Return the blocks to load, [start, end), for the longest prefix that can be used.
 
-        Every block that its groups still see must be in the store, or held already: before num_hits.
+        Every block that its groups still see must be in the store, or held already, as a hit.
         """
-        end = len(stored)
+        end, num_hits = len(stored), seq.num_registered_blocks
         while end > num_hits:
             position = min(end * self.block_size, seq.num_tokens - 1)
             start = max(num_hits, min(self._first_seen(window, position) for window in self.windows))

@@ -17,9 +17,3 @@ def find_policy(name: str) -> type[Scheduler]:
     if name not in POLICIES and {":", "."}.isdisjoint(name):
         raise ValueError(f"must be {', '.join(POLICIES)} or module:Class, got {name!r}")
     return POLICIES.get(name) or find_scheduler(name)
-
-
-def check_policy(name: str) -> str:
-    """Return the name. Raises TypeError or ValueError unless `find_policy` knows it."""
-    find_policy(name)
-    return name
