@@ -264,9 +264,8 @@ def test_llama_cpp_computes_the_same(case, tmp_path):
     params = llama_cpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), 512, 1, False
     params.cache_type_k = params.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
-    # Without a bias the server could sample half of a character, for which it returns no logprobs.
-    whole = [[tokens.index("a"), 1e3]]
-    asked = {"prompt": IDS, "n_predict": 1, "temperature": 1.0, "n_probs": len(tokens), "logit_bias": whole}
+    asked = {"prompt": IDS, "n_predict": 1, "temperature": 1.0, "n_probs": len(tokens)}
+    asked["logit_bias"] = [[tokens.index("a"), 1e3]]  # half of a character would have no logprobs
     answer = llama_cpp.Server(params).handle_completions(asked)["choices"][0]["logprobs"]["content"][0]
     found = torch.full((len(tokens),), math.nan)
     for entry in answer["top_logprobs"]:
