@@ -97,12 +97,7 @@ def test_a_file_filled_up_to_the_last_lesson_is_the_whole_engine_with_its_comman
     assert {sheet: stub(sheet, 99) for sheet in SOLUTIONS} == {s: p.read_text() for s, p in SOLUTIONS.items()}
 
 
-def by_default(lesson):
-    """Return all lessons, the others slow."""
-    return [pytest.param(x, marks=() if x == lesson else SLOW) for x in BY_LETTERS]
-
-
-@pytest.mark.parametrize("last", by_default("16"))
+@pytest.mark.parametrize("last", [pytest.param(x, marks=() if x == "16" else SLOW) for x in BY_LETTERS])
 def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_solution(last):
     for lesson in BY_LETTERS[: BY_LETTERS.index(last) + 1]:
         assert [*find_failures(stub(sheet_of(lesson), int(last)), lesson, alone=True)] == []
@@ -120,7 +115,8 @@ def test_a_mistake_is_caught(lesson, right, wrong):
     assert any(find_failures(RIGHT[lesson].replace(right, wrong), lesson, most=0.5))
 
 
-@pytest.mark.parametrize("lesson", by_default("7"))
+@SLOW
+@pytest.mark.parametrize("lesson", BY_LETTERS)
 def test_mistakes_in_a_lesson_fail_no_other_lesson(lesson):
     student = RIGHT[lesson]
     for where, _, function in reversed(functions_of(student, sheet_of(lesson))):

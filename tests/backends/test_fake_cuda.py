@@ -181,8 +181,8 @@ ALONE = [SETTINGS[0], SETTINGS[1], {"top_k": 5}, {"top_p": 0.9}, {"logprobs": 3}
 @pytest.mark.parametrize(
     ("backend", "fields", "settings"),
     [
-        ("flash", SETTINGS, {"num_kv_blocks": None}),  # the trial pass sizes the cache
         ("varlen", SETTINGS[:1], {}),
+        *slow(("flash", SETTINGS, {"num_kv_blocks": None})),  # the trial pass sizes the cache
         *slow(("varlen", SETTINGS, {}), *(("flash", [x, {}, x], {}) for x in ALONE)),
         *slow(("flash", SETTINGS, {"enforce_eager": True, "async_scheduling": False})),
     ],
@@ -199,13 +199,14 @@ TRANSFORMERS = ["gemma2", "opt", "gemma", "falcon, many kv heads", "phi3", "gran
 STATES = ["qwen3_5_text", "mamba2", "lfm2", "mamba", "olmo_hybrid"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("gpt2", "transformers' code"),
-        *slow(*((name, " graphs (") for name in ("qwen2 sliding from layer 1", "qwen3", "llama yarn rope"))),
-        *slow(*((name, "transformers' code") for name in TRANSFORMERS)),
-        *slow(*((name, "no graphs (its layers") for name in STATES)),
+        *((name, " graphs (") for name in ("qwen2 sliding from layer 1", "qwen3", "llama yarn rope")),
+        *((name, "transformers' code") for name in TRANSFORMERS),
+        *((name, "no graphs (its layers") for name in STATES),
     ],
 )
 def test_models_of_any_kind_do_not_wait_for_the_gpu(name, expected, fake_gpu, tmp_path_factory):
@@ -218,7 +219,8 @@ def test_models_of_any_kind_do_not_wait_for_the_gpu(name, expected, fake_gpu, tm
         assert expected in walk(path, SETTINGS[:2])
 
 
-@pytest.mark.parametrize("name", ["qwen3 tied, one kv head", *slow("gpt2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3 tied, one kv head", "gpt2"])
 def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypatch, tmp_path_factory):
     linear = pytest.importorskip("nanoengine.backends.triton_linear")
     path, _ = checkpoint(name, tmp_path_factory)
@@ -261,6 +263,7 @@ def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypa
     assert kinds["PackedEmbedding"] == ("tied" in name)
 
 
+@pytest.mark.slow
 def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(
     fake_gpu, tmp_path_factory, monkeypatch, caplog
 ):

@@ -47,12 +47,12 @@ IN_BLOCKS = {"block_size": 32, "head_dim": 128}  # a tile of keys is in one bloc
 WIDE, NARROW, ODD = {"head_dim": 256}, {"head_dim": 24, "v_head_dim": 16}, {"head_dim": 80, "heads": 6}
 SHARED, OF_128 = {"heads": 71, "kv_heads": 1}, {"head_dim": 128}
 CASES = [
-    ("sm75", [(1, 100), (3, 3)], HALF, {}),
     ("sm90", [(1, 200), (1, 31)], HALF, ALL),
     ("sm80", EDGES, BRAIN, NO_POWERS_OF_2),
-    ("sm90", EDGES, BRAIN, IN_BLOCKS),
 ]
 SLOW_CASES = [
+    ("sm75", [(1, 100), (3, 3)], HALF, {}),
+    ("sm90", EDGES, BRAIN, IN_BLOCKS),
     *(("sm80", BATCH, dtype, {}) for dtype in (BRAIN, FULL)),
     *(("sm80", EDGES, BRAIN, x) for x in ({**NO_POWERS_OF_2, "window": 70}, SHARED, {**IN_BLOCKS, **ALL})),
     ("sm90", EDGES, BRAIN, {**IN_BLOCKS, "block_size": 64}),

@@ -253,7 +253,6 @@ SHAPES = DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING
     ("generation", "case"),
     [
         ("sm90", DENSE),
-        ("gfx942", NARROW),
         *slow(*((name, x) for name in TILES for x in SHAPES if (name, x[0]) != ("sm75", HALF))),
     ],
 )

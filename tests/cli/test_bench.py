@@ -364,6 +364,7 @@ def test_the_engine_serves_every_built_in_shape(tmp_path):
         assert (checkpoint.decoder_config.rope["rope_type"] == "llama3") == name.startswith("llama")
 
 
+@pytest.mark.slow
 def test_every_attention_backend_is_timed(flash_doubles, monkeypatch):
     batches = {"decodes": [(1, 300), (1, 20)], "mixed": [(1, 300), (5, 400)]}
     monkeypatch.setattr(gpu, "SMALL", batches)
@@ -388,6 +389,7 @@ def benched(*rows):
     return {"models": [{"model": "m", "results": results, "engines": engines}], "machine": PLACE}
 
 
+@pytest.mark.slow
 def test_the_gpu_s_report_says_which_piece_failed_or_did_not_end(tmp_path):
     without = benched(("nanoengine", 20_000.0), ("nanoengine without graphs", 5_000.0))
     programs = {

@@ -282,7 +282,8 @@ def test_ranks_give_the_same_tokens_as_one(name, size, settings, path_of, in_thr
     assert (metrics["spec_decode_num_drafts"] > 0) == ("speculative_config" in settings)
 
 
-@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=SLOW), True])
+@SLOW
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_ranks_give_the_same_tokens_on_the_gpu_path(async_scheduling, path_of, in_threads, in_float32):
     check_ranks(path_of("qwen3"), 2, 1, block_size=256, max_num_seqs=4, async_scheduling=async_scheduling)
     assert in_float32["replay"] > 0
@@ -402,6 +403,7 @@ def threads_of_gloo():
     return threads
 
 
+@SLOW
 def test_processes_and_threads_end_with_close(demo_answer):
     num_threads, before = torch.get_num_threads(), threads_of_gloo()
     with ranks_in_processes(distributed_executor_backend="mp") as llm:

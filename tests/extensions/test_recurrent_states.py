@@ -109,7 +109,8 @@ def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, serv
     assert all((other - logprobs[0]).abs().mean() < 0.2 for other in logprobs[1:])
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", MAMBA2, *RARELY])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TWO_KINDS)
 def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, caplog):
     """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""
     path, prompts, check = served(kind)

@@ -57,7 +57,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.usefixtures("exact_kernels")
-@pytest.mark.parametrize("name", ["roomy", "with preemption", *helpers.slow("in chunks")])
+@pytest.mark.parametrize("name", ["with preemption", *helpers.slow("roomy", "in chunks")])
 def test_answers_are_the_same_as_without_draft_tokens(name, babbler):
     (prompts, params), settings = mixed_requests(), helpers.VARIED_SETTINGS[name]
     with LLM(babbler, **settings) as llm:

@@ -23,8 +23,8 @@ from tests.helpers import GEMMA, TINY, ask, check_answers, checkpoint, random_pr
 LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16
 # Computed as others of the list are; the table of models has them all, at length.
-ALIKE = "qwen2-moe olmoe granite-moe glm persimmon starcoder2 stablelm gemma phi olmo2 cohere gpt-neox opt "
-ALIKE += "gpt-bigcode falcon qwen3-moe exaone4 phimoe granite olmo olmo3 cohere2 gpt-j smollm3 mpt gemma"
+ALIKE = "qwen2-moe olmoe granite-moe glm persimmon starcoder2 stablelm phi olmo2 cohere gpt-neox opt gemma2 "
+ALIKE += "gpt-bigcode falcon qwen3-moe exaone4 phi3 phimoe granite olmo olmo3 cohere2 gpt-j smollm3 mpt gemma"
 LIKE_OTHERS = {*ALIKE.split(), "falcon new", "falcon, alibi", "llama, dynamic rope"}
 BY_DEFAULT = [x for n in helpers.HF_ARCHITECTURES for x in (slow(n) if n in LIKE_OTHERS else [n])]
 
