@@ -206,9 +206,6 @@ def test_each_picture_is_what_the_script_draws():
         assert (DOCS / name).read_text() == draw().svg(), f"{name}: python -m docs.figures"
 
 
-# ---- README and the guide ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.name)
 def test_readme_is_one_page_and_its_first_screen_has_two_commands_a_real_model_and_a_picture(readme):
     lines = readme.read_text().splitlines()

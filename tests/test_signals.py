@@ -327,9 +327,6 @@ def test_a_stream_that_is_closed_at_the_moment_of_a_timeout_leaves_no_request(st
             assert not llm.has_unfinished_requests(), at
 
 
-# ---- real alarms ----
-
-
 @pytest.mark.slow  # above, signals come at chosen lines
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 def test_alarms_at_random_moments_change_neither_threads_nor_state_nor_results():

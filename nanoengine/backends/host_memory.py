@@ -38,9 +38,6 @@ class Available(NamedTuple):
         return f"{self.num_bytes / 2**30:.1f} GiB available{self.limit and f' ({self.limit})'}"
 
 
-ROOT = Path("/")
-
-
 def cgroup_folders(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
     """Yield version, 1 or 2, and folder of the process's cgroup and of its ancestors, whose limits apply."""
     memberships = root / "proc/self/cgroup"
@@ -56,7 +53,7 @@ def cgroup_folders(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
                 break
 
 
-def cpu_quota(root: Path = ROOT) -> float:
+def cpu_quota(root: Path = Path("/")) -> float:
     """Return how many CPUs' time the process's cgroups may take: infinity without a limit."""
     quotas = [math.inf]
     for version, folder in cgroup_folders("cpu", root):
@@ -69,7 +66,7 @@ def cpu_quota(root: Path = ROOT) -> float:
     return min(quotas)
 
 
-def available_memory(root: Path = ROOT) -> Available:
+def available_memory(root: Path = Path("/")) -> Available:
     """Return the least of the machine's available memory and what the process's limits leave.
 
     A cgroup, such as a container's, has its limit minus its use left. Cached files do not count as used: the

@@ -1,4 +1,4 @@
-"""Quantized weights: integers of 4 or 8 bits, with a scale and an optional zero point per output and group.
+"""Quantized weights: integers of 4, 6 or 8 bits, with a scale and perhaps a zero point per output and group.
 
 A group is a number of consecutive inputs. A weight is (integer - zero) * scale. `quantize` rounds a weight
 while a model is loaded, or when it is replaced: quantization="int8" or "int4".
@@ -20,10 +20,10 @@ from nanoengine.backends.threads import on_all_cores
 class Quantized(NamedTuple):
     """Holds a quantized weight (N, I)."""
 
-    integers: Tensor  # (N, I) int8; with 4 bits, from -8 to 7
+    integers: Tensor  # (N, I) int8; with 4 bits from -8 to 7, with 6 from -32 to 31
     scales: Tensor  # (N, G) float32
     zeros: Tensor | None  # (N, G) float32: the integer that represents 0; None: 0
-    bits: int  # 4 or 8
+    bits: int  # 4, 6 or 8
 
     @property
     def group(self) -> int:
@@ -74,11 +74,11 @@ class Quantized(NamedTuple):
 
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
-    """Quantize a weight (N, I) to 8 bits in groups of 128, or to 4 bits in groups of 32.
+    """Quantize a weight (N, I) to 8 bits in groups of 128, to 6 in groups of 64, or to 4 in groups of 32.
 
-    Groups are smaller if I, a multiple of 16, is not a multiple of that size. With 4 bits, several scales are
-    tried for each group, and the one with the least squared error is used: both signs, because there is one
-    more negative integer than positive ones, and some scales that clip the largest weight.
+    Groups are smaller if I, a multiple of 16, is not a multiple of that size. With fewer than 8 bits, several
+    scales are tried for each group, and the one with the least squared error is used: both signs, because
+    there is one more negative integer than positive ones, and some scales that clip the largest weight.
 
     >>> weight = torch.tensor([[0.5, -1.27] + 14 * [0.0]])
     >>> quantize(weight, 8).integers[0, :3]
@@ -86,13 +86,12 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     >>> quantize(weight, 4).integers[0, :3]
     tensor([ 3, -8,  0], dtype=torch.int8)
     """
-    group = grouped(weight.shape[1], 128 if bits == 8 else 32)
+    group = grouped(weight.shape[1], {8: 128, 6: 64, 4: 32}[bits])
     if group is None:
         raise ValueError(f"a weight of {weight.shape[1]} inputs cannot be divided into groups of 16")
-    if bits == 8:  # symmetric: -128 is not used
-        divisors = torch.tensor([127.0])
-    else:
-        divisors = torch.tensor([sign * (8 - cut) for sign in (1, -1) for cut in (0.0, 0.5, 1.0, 1.5)])
+    # With 8 bits: symmetric, so -128 is not used
+    ends = [(1 << (bits - 1)) - cut for cut in (0, 0.5, 1, 1.5)]
+    divisors = torch.tensor([127.0] if bits == 8 else [*ends, *(-end for end in ends)])
     # Work on parts that fit in a CPU's caches. On a GPU they only limit memory.
     divisors, size = divisors.to(weight.device), 1 << (23 if weight.is_cuda else 18)
     parts = torch.split(weight, max(1, size // (weight.shape[1] * len(divisors))))

@@ -25,6 +25,7 @@ from nanoengine.backends.cpu.pinned_threads import place
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device
 from nanoengine.config import EngineConfig
+from tests.backends.test_kernels import quantized
 from tests.helpers import DEMO, ask, slow
 from tests.serving import TIMEOUT, wait_until
 
@@ -501,6 +502,13 @@ def test_activations_are_rounded_if_it_is_faster(dtype, activations, bits, monke
     with LLM(str(DEMO), num_kv_blocks=20, **settings) as llm:
         forms = [getattr(module, "form", None) for module in llm.llm_engine.runner.model.modules()]
         assert {form.activation_bits for form in forms if form and form.bits} == {bits}
+        assert {form.bits for form in forms if form and form.bits} == {4, 6 if bits else 8}  # 6: the head
+        for largest, fewer in ((31, 6), (32, 8), (-33, 8)):  # a checkpoint's weight of 8 bits
+            weight = quantized(32, 64, 6, 16, True)._replace(bits=8)
+            weight.integers[3, 5] = largest
+            packed = llm.runner.device.pack(weight, None, llm.model_config.dtype)
+            assert packed.form.bits == (fewer if bits else 8)
+            assert torch.equal(packed.weight, weight.dequantize(llm.model_config.dtype))
     assert (" with int4 weights and int8 activations on cpu" in caplog.messages[-1]) == bool(bits)
 
 

@@ -38,7 +38,7 @@ def product(x, weight, bias):
 
 @DTYPES
 @pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "group"), [(130, 64, 16), (2, 512, 32), (64, 1024, 128), (200, 1040, 16)]
 )
@@ -62,7 +62,7 @@ def test_a_product_equals_its_definition_and_a_row_does_not_depend_on_the_others
 
 
 @DTYPES
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_number_that_is_not_finite_is_visible_in_its_own_row(dtype, bits, value):
     torch.manual_seed(0)

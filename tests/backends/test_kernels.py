@@ -149,7 +149,7 @@ def test_a_product_with_a_packed_weight_and_its_rows_equal_those_of_what_it_stan
         assert not packed.rows(beyond).any()
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32)])
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (6, 64), (4, 32)])
 def test_quantization_is_as_exact_as_its_groups_allow(bits, group):
     torch.manual_seed(0)
     weight = torch.randn(70, 1024) * torch.rand(70, 1) * 10
@@ -163,15 +163,15 @@ def test_quantization_is_as_exact_as_its_groups_allow(bits, group):
     steps = made.scales.abs().repeat_interleave(group, 1)
     error = (made.dequantize(torch.float32) - weight).abs()
     of_groups = weight.unflatten(1, (-1, group))
-    plain = (of_groups / of_groups.abs().amax(2, keepdim=True) * high).round() / high
-    plain = plain.nan_to_num() * of_groups.abs().amax(2, keepdim=True)
+    scales = (of_groups.abs().amax(2, keepdim=True) / high).half().float().clamp(min=2**-24)
+    plain = (of_groups / scales).round() * scales
     if bits == 8:
         assert (error <= steps * 0.51 + 1e-7).all()
     else:  # no group is worse than without a search, and the whole much better
         searched = made.dequantize(torch.float32).view_as(of_groups)
         ours, theirs = ((x - of_groups).square().sum(2) for x in (searched, plain))
-        assert (ours <= theirs * 1.01 + 1e-9).all()
-        assert ours.sum() < 0.85 * theirs.sum()
+        assert (ours <= theirs).all()
+        assert ours.sum() < (0.85 if bits == 4 else 0.9) * theirs.sum()
 
 
 def test_a_weight_that_cannot_be_divided_into_groups_or_that_kernels_do_not_support_is_refused():

@@ -459,9 +459,6 @@ def test_calls_and_json_are_enforced_with_the_added_tokens_of_real_models(model,
                     jsonschema.validate(given, PARAMETERS_OF_ADD)
 
 
-# ---- the server ----
-
-
 @pytest.fixture(scope="module")
 def serving(script, tmp_path_factory):
     with scripted(script, tmp_path_factory.mktemp("tools") / "model", layers=4) as found:

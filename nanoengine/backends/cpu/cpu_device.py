@@ -66,7 +66,10 @@ class CPU(Device):
         kernels = self.kernels
         if kernels is None or not kernels.serves(dtype) or (fitted := weight.fitted(dtype)) is None:
             return None
-        return PackedLinear(fitted, bias, kernels, dtype, self._activation_bits(dtype))
+        activation_bits, integers = self._activation_bits(dtype), fitted.integers
+        if activation_bits and fitted.bits == 8 and integers.clamp(-32, 31).equal(integers):
+            fitted = fitted._replace(bits=6)  # GGUF's types of 5 and 6 bits
+        return PackedLinear(fitted, bias, kernels, dtype, activation_bits)
 
     def _activation_bits(self, dtype: torch.dtype) -> int:
         """Return 8 if products with quantized weights round activations to 8 bits, else 0."""

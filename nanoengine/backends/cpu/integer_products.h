@@ -13,9 +13,9 @@
 #endif
 
 // A register of 32-bit lanes holds an output's weights for INPUTS consecutive inputs, 8 bits each. Packed int8 has this
-// layout: (ceil(N / OUTPUTS), I / INPUTS, OUTPUTS, INPUTS). In packed int4, two vectors of outputs share a register: the
-// first one's weights are the low halves of the bytes. Each weight is stored as integer + OFFSET, because VNNI takes
-// unsigned weights. The sum of a group's activations, times -OFFSET, is added back.
+// layout: (ceil(N / OUTPUTS), I / INPUTS, OUTPUTS, INPUTS). In packed int4, two vectors share a register: the first one's
+// weights are the low halves of the bytes. In int6, a third register has the upper two bits of four vectors. Each weight
+// is stored as integer + OFFSET: VNNI takes unsigned weights. The sum of a group's activations, times -OFFSET, is added.
 constexpr int64_t INPUTS = 4;
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr bool HAS_DOT = true, IS_UNSIGNED = true;
@@ -24,28 +24,32 @@ constexpr bool HAS_DOT = true, IS_UNSIGNED = false;
 #else
 constexpr bool HAS_DOT = false, IS_UNSIGNED = false;  // computes the same, slowly
 #endif
+struct int6 { uint32_t word; };
 template <class W>
-constexpr int32_t OFFSET = !std::is_same_v<W, int8_t> ? 8 : IS_UNSIGNED ? 128 : 0;
-template <class W>
-constexpr int64_t STEP_BYTES = OUTPUTS * INPUTS / (std::is_same_v<W, int4x8> ? 2 : 1);
+constexpr int32_t OFFSET = std::is_same_v<W, int6> ? 32 : !std::is_same_v<W, int8_t> ? 8 : IS_UNSIGNED ? 128 : 0;
+template <class W>  // of four steps: INPUTS inputs each
+constexpr int64_t STEPS_BYTES = OUTPUTS * INPUTS * (std::is_same_v<W, int4x8> ? 2 : std::is_same_v<W, int6> ? 3 : 4);
 
 // int4 with a byte for each weight, as int8 is packed. A block is converted once for many rows.
-struct wide_int4 {
-  uint8_t all;
-};
+struct wide_int4 { uint8_t all; };
 
-// Returns the weights of vector j.
+// Returns the weights of vector j of four steps.
 template <class W>
-static inline integers bytes_of(const W* step, int j) { return load_as<integers>(step + j * LANES * INPUTS); }
-static inline integers bytes_of(const int4x8* step, int j) {
-  bits both = load_as<bits>(step + j / 2 * LANES);
+static inline integers bytes_of(const W* steps, int j) { return load_as<integers>(steps + j * LANES * INPUTS); }
+static inline integers bytes_of(const int4x8* steps, int j) {
+  bits both = load_as<bits>(steps + j / 2 * LANES);
   return (integers)((j % 2 ? both >> 4 : both) & 0x0f0f0f0f);
+}
+static inline integers bytes_of(const int6* steps, int j) {
+  const int6* four = steps + j / 4 * 3 * LANES;
+  bits words = load_as<bits>(four + 2 * LANES), upper = j % 4 == 3 ? words >> 2 : words << (4 - j % 4 * 2);
+  return bytes_of((const int4x8*)four, j % 4) | (integers)(upper & 0x30303030);
 }
 
 // With AVX2 alone, products of 4-bit weights are added in 16 bits first, two to a sum, for four steps: up to 8 * 15 * 128.
 #if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
 template <class W>
-constexpr bool IN_SHORTS = !std::is_same_v<W, int8_t>;
+constexpr bool IN_SHORTS = OFFSET<W> == 8;
 static inline integers add_shorts(integers sum, integers shorts) {
   return sum + (integers)_mm256_madd_epi16((__m256i)shorts, _mm256_set1_epi16(1));
 }
@@ -181,8 +185,8 @@ static void multiply_integers(float* sums, Rounded& x, int64_t first, const char
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++) sum[r][j] = integers{} - OFFSET<W> * x_sums[r * groups];
-    const char* step = block;
-    for (int64_t i = 0; i < group; i += 4 * INPUTS) {
+    const char* steps = block;
+    for (int64_t i = 0; i < group; i += 4 * INPUTS, steps += STEPS_BYTES<W>) {
       for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
       integers part[R][VECTORS];
 #pragma GCC unroll 8
@@ -190,10 +194,10 @@ static void multiply_integers(float* sums, Rounded& x, int64_t first, const char
 #pragma GCC unroll 4
         for (int j = 0; j < VECTORS; j++) part[r][j] = IN_SHORTS<W> ? integers{} : sum[r][j];
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; k++, from += INPUTS, step += STEP_BYTES<W>) {
+      for (int k = 0; k < 4; k++, from += INPUTS) {
         integers weights[VECTORS];
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; j++) weights[j] = bytes_of((const W*)step, j);
+        for (int j = 0; j < VECTORS; j++) weights[j] = bytes_of((const W*)steps, k * VECTORS + j);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           int32_t four;
@@ -232,14 +236,14 @@ static constexpr auto integer_tiles(std::integer_sequence<int, R...>) {
 template <class W, bool HAS_ZEROS>
 static constexpr auto INTEGER_TILES = integer_tiles<W, HAS_ZEROS>(std::make_integer_sequence<int, ROWS>());
 
-// Converts a block to a byte for each integer, less `offset`: int4 to wide_int4, or both to signed bytes.
+// Converts a block to a byte for each integer, less `offset`: int4 to wide_int4, or any to signed bytes.
 template <class W>
 static void widen_integers(char* out, const char* block, const Form& form, int64_t groups, int8_t offset) {
   typedef int8_t bytes __attribute__((vector_size(LANES * INPUTS)));
   int64_t params = form.group_bytes() - form.weight_bytes();
   for (int64_t g = 0; g < groups; g++, block += params, out += params) {
-    for (const char* end = block + form.weight_bytes(); block < end; block += STEP_BYTES<W>)
-      for (int j = 0; j < VECTORS; j++, out += LANES * INPUTS) {
+    for (const char* end = block + form.weight_bytes(); block < end; block += STEPS_BYTES<W>)
+      for (int j = 0; j < 4 * VECTORS; j++, out += LANES * INPUTS) {
         bytes integers = (bytes)bytes_of((const W*)block, j) - offset;
         memcpy(out, &integers, sizeof integers);
       }

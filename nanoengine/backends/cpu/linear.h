@@ -21,24 +21,27 @@ static void linear(X* out, const X* x, const void* packed, const X* bias, int64_
 #endif
     product<Input<X>, false>(out, x, weights, form, bias, T, I, N);
   };
-  if (bits == 8) multiply((const int8_t*)packed);
+  if (bits == 6) integer_product(out, x, (const int6*)packed, form, bias, T, I, N);  // not by floats
+  else if (bits == 8) multiply((const int8_t*)packed);
   else if (bits == 4) multiply((const int4x8*)packed);
   else multiply((const X*)packed);
 }
 
 // ---- Quantized weights ---------------------------------------------------------------------------
 
-// Where a block keeps the integer of input i of a group and output o of the block, and what it adds to the integer.
+// Where a block keeps the integer of input i of a group and output o, or its upper two of six bits, and what it adds.
 struct Place {
   int64_t byte, shift;
   int32_t offset;
 };
-static inline Place place_of(const Form& form, int64_t i, int64_t o) {
+static inline Place place_of(const Form& form, int64_t i, int64_t o, bool is_upper = false) {
   int64_t lane = o % LANES, j = o / LANES, step = form.activation_bits ? INPUTS : STEP<int8_t>;
   if (form.bits == 8)
     return {(i / step * OUTPUTS + o) * step + i % step, 0, form.activation_bits ? OFFSET<int8_t> : 0};
-  if (form.activation_bits)
-    return {(i / INPUTS * (VECTORS / 2) + j / 2) * LANES * INPUTS + lane * INPUTS + i % INPUTS, j % 2 * 4, OFFSET<int4x8>};
+  if (form.activation_bits) {
+    int64_t v = i / INPUTS * VECTORS + j, word = form.bits == 4 ? v / 2 : v / 4 * 3 + (is_upper ? 2 : v / 2 % 2);
+    return {(word * LANES + lane) * INPUTS + i % INPUTS, is_upper ? v % 4 * 2 : v % 2 * 4, 1 << (form.bits - 1)};
+  }
   int64_t k = i % STEP<int4x8> * VECTORS + j;  // as in int4x8
   return {(i / STEP<int4x8> * LANES + lane) * 4 + k / 2, k % 2 * 4, 0};
 }
@@ -57,7 +60,9 @@ static void pack_integers(char* out, const int8_t* integers, const uint16_t* sca
         int64_t o = n % OUTPUTS;
         for (int64_t i = 0; i < group; i++) {
           auto [byte, shift, offset] = place_of(form, i, o);
-          weights[byte] |= (integers[n * I + g * group + i] + offset) << shift & (bits == 8 ? 255 : 15 << shift);
+          int32_t integer = integers[n * I + g * group + i] + offset;
+          weights[byte] |= integer << shift & (bits == 8 ? 255 : 15 << shift);
+          if (Place upper = place_of(form, i, o, true); bits == 6) weights[upper.byte] |= integer >> 4 << upper.shift;
         }
         uint16_t* params = (uint16_t*)(weights + form.weight_bytes());
         params[o] = scales[n * num_groups + g];
@@ -80,8 +85,10 @@ static void unpack_rows(X* out, const char* packed, const int64_t* rows, int64_t
       float zero = has_zeros ? halves(params + OUTPUTS + o / LANES * LANES)[lane] : 0;
       for (int64_t i = 0; i < group; i++) {
         auto [byte, shift, offset] = place_of(form, i, o);
-        uint32_t integer = (uint8_t(weights[byte]) >> shift) - offset;
-        float number = int32_t(integer << (32 - bits)) >> (32 - bits);  // drops what else the byte holds
+        uint32_t integer = uint8_t(weights[byte]) >> shift;
+        if (Place upper = place_of(form, i, o, true); bits == 6)
+          integer = (integer & 15) | uint8_t(weights[upper.byte]) >> upper.shift << 4;
+        float number = int32_t((integer - offset) << (32 - bits)) >> (32 - bits);  // drops what else the byte holds
         out[t * I + first + i] = narrow<X>((number - zero) * scale);
       }
     }

@@ -117,7 +117,7 @@ class OneDNNLinear(nn.Module):
 def pack_linear(
     layer: nn.Linear, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0
 ) -> nn.Module:
-    """Return the layer, or one with its weight in a faster layout, quantized if `bits` is 4 or 8."""
+    """Return the layer, or one with its weight in a faster layout, quantized if `bits` is 4, 6 or 8."""
     weight: Tensor = layer.weight
     if kernels is not None and bits:
         from nanoengine.backends.quantization import quantize
@@ -132,7 +132,8 @@ def pack_linear(
 
 def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0) -> None:
     """Replace a model's linear layers with those that `pack_linear` returns: see `replace_linears`."""
-    replace_linears(model, lambda layer, own: pack_linear(layer, kernels, own, activation_bits), bits)
+    heads = {8: 6} if bits == 4 and activation_bits else {}  # products of floats have no kernel for 6 bits
+    replace_linears(model, lambda x, own: pack_linear(x, kernels, heads.get(own, own), activation_bits), bits)
 
 
 class CompiledLayer(nn.Module):
