@@ -267,7 +267,7 @@ def test_one_sequence_s_tokens_are_also_counted_in_bytes_of_weights(bench):
     plain, int4, *others = bench[0](["nanoengine", "nanoengine-int4+a8"], workloads, 1)["results"]
     layers, head = 4 * (256 * (2 * 8 * 64 + 2 * 4 * 64) + 3 * 256 * 768), 256 * 4096
     assert plain["gb_per_s"] == round(500 * 2 * (layers + head) / 1e9, 4)  # a run takes a second
-    assert int4["gb_per_s"] == round(500 * (4.5 * layers + 8.125 * head) / 8 / 1e9, 4)
+    assert int4["gb_per_s"] == round(500 * (4.5 * layers + 6.25 * head) / 8 / 1e9, 4)
     assert not any("gb_per_s" in row for row in others)
 
 
