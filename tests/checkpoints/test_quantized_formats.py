@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.cpu_device import CPU
+from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.checkpoints.gguf import READERS
 from nanoengine.checkpoints.lora import PREFIX
 from nanoengine.checkpoints.quantized_formats import QuantizedFiles
@@ -572,7 +573,8 @@ def test_gguf_file_of_every_type_computes_with_its_dequantized_weights(kind, dty
     model = gguf_of(tmp_path / "model.gguf", "Qwen3", kind, "qwen3")
     kept = {"Q4_0": {4}, "Q5_0": {8}, "Q8_0": {8}}.get(kind, set())  # float16 scales are exact for these
     if dtype == "bfloat16" and kind in READERS:
-        kept = {4 if kind.startswith("Q4") else 8}
+        fewer = 6 if Kernels(torch.bfloat16).are_integers_fast else 8  # products of floats take 8
+        kept = {4 if kind.startswith("Q4") else 8 if kind == "Q8_0" else fewer}
     assert check_equal(model, tmp_path / "model.gguf", dtype) == kept
 
 
