@@ -25,9 +25,9 @@ LATENCIES = ("ttft", "tpot", "itl")
 PREPARE = {"llama.cpp": llama_cpp.prepare, "openvino": openvino.prepare}
 PREPARE |= dict.fromkeys(("nano-vllm", "nano.py"), nano_vllm.prepare)
 # Bits per weight in the layers and in the head, including scales. Other engines' weights have the dtype.
-BITS = {"int8": (8.125, 8.125), "int4": (4.5, 6.25), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
+BITS = {"int8": (8.125, 8.125), "int4": (4.5, 8.125), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
 BITS |= {f"{kind}{of_inputs}": BITS[kind] for kind in ("int8", "int4") for of_inputs in ("+a8", "+a16")}
-BITS["int4+a16"] = 4.5, 8.125  # like int4 on a GPU, where the head's rate is thus underestimated
+BITS |= dict.fromkeys(("int4+a8", "nanoengine-int4"), (4.5, 6.25))  # with rounded activations
 COUNTERS = ("steps", "prefix_hit_rate", "preemptions")
 
 
@@ -81,7 +81,7 @@ class Limits:
 
     def ideal_seconds(self, engine: str, lens: tuple[list[int], list[int]], **limits: Any) -> float:
         """Return the seconds of an ideal engine with as many weight bits as `engine`."""
-        bits = BITS.get(engine.rpartition("-")[2])
+        bits = BITS.get(engine, BITS.get(engine.rpartition("-")[2]))
         return roofline_seconds(self.config, *lens, itemsize=self.itemsize, weight_bits=bits, **limits)
 
     def roofline(self, workload: Workload, engine: str = "") -> float | None:

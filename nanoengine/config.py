@@ -80,7 +80,7 @@ class EngineConfig:
     # int8, int4: quantize the weights of linear layers; others assert the checkpoint's own format
     quantization: Online | InFiles | None = None
     # inputs of quantized layers, on a CPU: rounded to 8 bits by groups ("int8"), or as they are ("float");
-    # "auto": int8 in 16-bit dtypes, if the processor is faster with integers
+    # "auto": int8 in 16-bit dtypes, if the processor is faster with integers; int8 gives int4 a 6-bit head
     activations: Literal["auto", "int8", "float"] = "auto"
     lora: str | Path | None = None  # directory with a PEFT adapter, merged into the weights at load time
     tensor_parallel_size: int = 1  # number of processes that split the weights of every layer

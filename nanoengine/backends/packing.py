@@ -72,8 +72,8 @@ def pack_embedding(embedding: nn.Embedding, head: Any) -> nn.Embedding:
     return embedding
 
 
-# Names of routers, which are not quantized, and of heads, which are quantized to 8 bits but not to 4 (a CPU
-# makes 6 of 8). Other 4-bit formats also keep more bits for them.
+# Names of routers, which are not quantized, and of heads, which are quantized to 8 bits but not to 4
+# (packed_layers.py makes 6 of 8). Other 4-bit formats also keep more bits for them.
 ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
 HEADS = ("lm_head", "embed_out", "output_projection")
 

@@ -29,7 +29,8 @@ static void linear(X* out, const X* x, const void* packed, const X* bias, int64_
 
 // ---- Quantized weights ---------------------------------------------------------------------------
 
-// Where a block keeps the integer of input i of a group and output o, or its upper two of six bits, and what it adds.
+// Where a block keeps the integer of input i of a group and output o (of six bits the lower four, or the upper two), plus
+// an offset.
 struct Place {
   int64_t byte, shift;
   int32_t offset;

@@ -117,7 +117,7 @@ class OneDNNLinear(nn.Module):
 def pack_linear(
     layer: nn.Linear, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0
 ) -> nn.Module:
-    """Return the layer, or one with its weight in a faster layout, quantized if `bits` is 4, 6 or 8."""
+    """Return the layer, or one with its weight in a faster layout, quantized unless `bits` is 0."""
     weight: Tensor = layer.weight
     if kernels is not None and bits:
         from nanoengine.backends.quantization import quantize

@@ -42,7 +42,7 @@ from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, Schedu
 from nanoengine.extensions.kvstore.stores import DirectoryStore, open_store
 from nanoengine.extensions.sliding_windows import WindowedBlockManager
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # rises when K and V change, too
 CHECKSUM_BYTES = xxh3_128().digest_size
 MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; above this, saving waits for a later step
 RETRY_SECONDS = 30.0  # how long a store is not called after a failure
@@ -321,7 +321,7 @@ class StoringBlockManager(WindowedBlockManager):
             stored = self._find(seq) if stored is None else stored
             if self._load(seq, stored):
                 return True
-            # Start again: that may have evicted the start of the hits' chain, which no window sees.
+            # Start again: taking blocks may have evicted the start of the hits' chain, which no window sees.
             self.free(seq)
             self.num_query_tokens, self.num_query_hits, seq.num_cached_tokens = counts
         return False
@@ -345,7 +345,7 @@ class StoringBlockManager(WindowedBlockManager):
         return filled
 
     def _find(self, seq: Sequence) -> list[bool]:
-        """Return for each full block whether the store has it, or [] if all are hits."""
+        """Return for each full block whether the store has it. []: all are hits, or it does not answer."""
         contents = [key.content for key in seq.block_keys]
         if len(contents) > seq.num_registered_blocks:
             return self.connector.find(chain_keys(self.connector.fingerprint, contents))
@@ -356,7 +356,8 @@ class StoringBlockManager(WindowedBlockManager):
     def _load(self, seq: Sequence, stored: list[bool]) -> bool:
         """Load the blocks after a sequence's hits, as far as the store has them.
 
-        If there is no room or a block cannot be read, returns False and marks a block in `stored` as missing.
+        If there is no room or a block cannot be read, returns False and marks a block in `stored` as missing:
+        the next attempt loads less.
         """
         num_computed, is_first = seq.num_computed_tokens, seq.first_scheduled_time is None
         if (span := self._find_span(seq, stored)) is not None:
