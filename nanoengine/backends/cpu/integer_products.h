@@ -49,7 +49,7 @@ static inline integers bytes_of(const int6* steps, int j) {
 // With AVX2 alone, products of 4-bit weights are added in 16 bits first, two to a sum, for four steps: up to 8 * 15 * 128.
 #if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
 template <class W>
-constexpr bool IN_SHORTS = OFFSET<W> == 8;
+constexpr bool IN_SHORTS = OFFSET<W> == 8;  // int4 and wide_int4
 static inline integers add_shorts(integers sum, integers shorts) {
   return sum + (integers)_mm256_madd_epi16((__m256i)shorts, _mm256_set1_epi16(1));
 }

@@ -313,7 +313,7 @@ class StoringBlockManager(WindowedBlockManager):
     def allocate(self, seq: Sequence) -> bool:
         """Allocate as in the base class, then load from the store. Loaded tokens count as computed."""
         counts = self.num_query_tokens, self.num_query_hits, seq.num_cached_tokens
-        stored: list[bool] | None = None
+        stored: dict[str, bool] | None = None  # not looked up yet
         while super().allocate(seq):
             self.num_saved_blocks[seq] = seq.num_registered_blocks
             if seq.prompt_logprobs is not None:
@@ -344,31 +344,31 @@ class StoringBlockManager(WindowedBlockManager):
                 filled.append(Filled(seq, [key.content for key in seq.block_keys[:last]], first, tables))
         return filled
 
-    def _find(self, seq: Sequence) -> list[bool]:
-        """Return for each full block whether the store has it. []: all are hits, or it does not answer."""
+    def _find(self, seq: Sequence) -> dict[str, bool]:
+        """Return each full block's key -> whether the store has it. {}: all are hits, or no answer came."""
         contents = [key.content for key in seq.block_keys]
         if len(contents) > seq.num_registered_blocks:
-            return self.connector.find(chain_keys(self.connector.fingerprint, contents))
+            keys = chain_keys(self.connector.fingerprint, contents)
+            return dict(zip(keys, self.connector.find(keys), strict=False))
         if contents:
             self.connector.touch(contents)
-        return []
+        return {}
 
-    def _load(self, seq: Sequence, stored: list[bool]) -> bool:
+    def _load(self, seq: Sequence, stored: dict[str, bool]) -> bool:
         """Load the blocks after a sequence's hits, as far as the store has them.
 
         If there is no room or a block cannot be read, returns False and marks a block in `stored` as missing:
         the next attempt loads less.
         """
         num_computed, is_first = seq.num_computed_tokens, seq.first_scheduled_time is None
-        if (span := self._find_span(seq, stored)) is not None:
-            start, end = span
+        if (span := self._find_span(seq, [*stored.values()])) is not None:
+            (start, end), keys = span, [*stored]
             seq.num_computed_tokens = min(end * self.block_size, seq.num_tokens - 1)
-            keys = chain_keys(self.connector.fingerprint, [key.content for key in seq.block_keys])
             # A group with a window frees the blocks that are out of sight from there, and takes new ones.
             has_room = self.may_append(seq, seq.num_tokens)
             missing = self.connector.read(keys, self.tables_of(seq), start, end) if has_room else start
             if missing is not None:
-                stored[missing] = False
+                stored[keys[missing]] = False
                 return False
             seq.num_hit_tokens = end * self.block_size
             self.register_full_blocks(seq, seq.num_hit_tokens)
